@@ -1,7 +1,7 @@
 # `make` or `make help` lists the commands. Everything runs in .venv, which `make install` creates.
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-merge test-all lint typecheck quick evidence torch-versions torch-reduced python-versions mcore-versions parity fuzz bench bench-report docs docs-serve gpu-test gpu-checks gpu-bench compatibility dist wheel clean clean-demo
+.PHONY: help install demo test test-merge test-all lint typecheck quick evidence torch-versions torch-reduced python-versions mcore-versions parity fuzz bench bench-report docs docs-serve gpu-test gpu-checks gpu-bench cluster-test compatibility dist wheel clean clean-demo
 
 PYTHON := .venv/bin/python
 STAMP := .venv/.installed
@@ -27,6 +27,7 @@ TORCH_TESTS := $(addprefix tests/unit_tests/,$(patsubst %,checkpoint/test_%.py,b
 # A machine with a GPU may have no registry: these commands use the Python that has torch, and install nothing.
 GPU_PYTHON ?= $(if $(wildcard $(STAMP)),$(PYTHON),python3)
 GPU_CHECKS_FLAGS ?=
+CLUSTER_FLAGS ?=
 
 # Recreate a .venv whose interpreter is gone.
 ifneq ($(wildcard $(STAMP)),)
@@ -130,6 +131,9 @@ gpu-checks: ## run the scripts of tests/gpu: one verdict each, and details in gp
 gpu-bench: ## benchmark step time, memory and kernels on a GPU; skipped without a device (BENCH_FLAGS="--quick")
 	PYTHONPATH=$(CURDIR) $(GPU_PYTHON) -W ignore -m benchmarks --only gpu $(BENCH_FLAGS)
 
+cluster-test: install ## stop, kill and cut off jobs on a Slurm cluster of two nodes here, as root (INSTALL=1 installs Slurm; CLUSTER_FLAGS="--only requeue")
+	$(PYTHON) -m tests.cluster $(if $(INSTALL),--install) $(CLUSTER_FLAGS)
+
 compatibility: install ## run all tests, and write out/compatibility.md and docs/status.md from their results
 	mkdir -p out
 	rm -f out/compatibility.json
@@ -149,5 +153,5 @@ clean-demo: ## remove the demo's output
 	rm -rf demo_output
 
 clean: clean-demo ## remove .venv, the demo's output, build outputs and caches
-	rm -rf .venv .venv-torch-* .bench .evidence gpu_checks site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-torch-* .bench .evidence gpu_checks cluster_test site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

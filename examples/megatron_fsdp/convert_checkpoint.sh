@@ -5,7 +5,8 @@
 #   BACK=1 CHECKPOINT=/checkpoints/fsdp/iter_0002000 OUT=/checkpoints/ddp/iter_0002000 bash convert_checkpoint.sh
 #   DRY_RUN=1 ...                                                        prints the command
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+ROOT=$(dirname "$(dirname "$HERE")")
 
 CHECKPOINT=${CHECKPOINT:?folder of the checkpoint, such as /checkpoints/run/iter_0001000}
 OUT=${OUT:?folder to write, such as /checkpoints/fsdp/iter_0001000}
@@ -16,11 +17,11 @@ EXTRA=${EXTRA:-}
 
 COMMAND=convert-torch-dist-to-fsdp-dtensor
 [[ -z $BACK ]] || COMMAND=convert-fsdp-dtensor-to-torch-dist
+INSPECTOR=$ROOT/tools/checkpoint/checkpoint_inspector.py
 # shellcheck disable=SC2206 # EXTRA is split into words
-ARGUMENTS=(tools/checkpoint/checkpoint_inspector.py "$COMMAND" "$CHECKPOINT" "$OUT" $EXTRA)
-if [[ -n ${DRY_RUN:-} ]]; then
-  printf '%s\n' "$PROCESSES" "${ARGUMENTS[@]}"
-  exit
-fi
-"$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$PROCESSES" "${ARGUMENTS[@]}"
-"$PYTHON" tools/checkpoint/checkpoint_inspector.py verify "$OUT"
+ARGUMENTS=("$COMMAND" "$CHECKPOINT" "$OUT" $EXTRA)
+NAME=convert-$(basename "$OUT") LOGS=${LOGS:-$(dirname "$OUT")/logs} SAVE='' NODES=1 GPUS=$PROCESSES
+SCRIPT=$INSPECTOR ENTRY=() PROFILER=() CONTAINER=() SBATCH=() RENDEZVOUS=(--standalone)
+FILES=("$CHECKPOINT") THEN=("$PYTHON" "$INSPECTOR" verify "$OUT")
+# shellcheck source=job.bash
+source "$HERE/job.bash"

@@ -8,16 +8,19 @@
 # Submits a Slurm job. Slurm's own variables (SBATCH_ACCOUNT, SBATCH_PARTITION, SBATCH_TIMELIMIT) choose the rest of it.
 # BACK=1 converts in the other direction. PARAM_GROUP_MAP names the JSON file with the optimizer group of each parameter.
 set -euo pipefail
-ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+HERE=$(dirname "${BASH_SOURCE[0]}")
+# sbatch runs a copy of this file; Slurm knows where the original is.
+[[ -f $HERE/job.bash ]] || HERE=$(dirname "$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=//p')")
+ROOT=$(cd "$HERE/../.." && pwd)
 
 CHECKPOINT=$(realpath -m "${CHECKPOINT:?folder of the checkpoint, such as /checkpoints/run/iter_0001000}")
-OUT=$(realpath -m "${OUT:?folder to write, such as /checkpoints/fsdp/iter_0001000}")
-CONTAINER_IMAGE=${CONTAINER_IMAGE:-}
+TARGET=$(realpath -m "${OUT:?folder to write, such as /checkpoints/fsdp/iter_0001000}")
+CONTAINER_IMAGE=${CONTAINER_IMAGE:-} # needs Pyxis
 OUTPUT_PATH=$(realpath -m "${OUTPUT_PATH:-runs/convert}") # for logs
 FROM=$(dirname "$CHECKPOINT")
-TO=$(dirname "$OUT")
+TO=$(dirname "$TARGET")
 CONTAINER_MOUNTS=${CONTAINER_MOUNTS:-$ROOT:$ROOT,$FROM:$FROM,$TO:$TO}
-NODES=${NODES:-4}
+NODES=${SLURM_NNODES:-${NODES:-4}}
 PROCESSES=${PROCESSES:-8}
 PYTHON=${PYTHON:-python}
 PARAM_GROUP_MAP=${PARAM_GROUP_MAP:-}
@@ -28,26 +31,15 @@ COMMAND=convert-torch-dist-to-fsdp-dtensor
 [[ -z $BACK ]] || COMMAND=convert-fsdp-dtensor-to-torch-dist
 INSPECTOR=$ROOT/tools/checkpoint/checkpoint_inspector.py
 # shellcheck disable=SC2206 # EXTRA is split into words
-ARGUMENTS=("$INSPECTOR" "$COMMAND" "$CHECKPOINT" "$OUT" $EXTRA)
+ARGUMENTS=("$COMMAND" "$CHECKPOINT" "$TARGET" $EXTRA)
 [[ -z $PARAM_GROUP_MAP ]] || ARGUMENTS+=(--param-to-param-group-map-json "$(realpath -m "$PARAM_GROUP_MAP")")
-if [[ -n ${DRY_RUN:-} ]]; then
-  printf '%s\n' "$((NODES * PROCESSES))" "${ARGUMENTS[@]}"
-  exit
-fi
-mkdir -p "$OUTPUT_PATH/slurm_logs"
 export PYTHONPATH=$ROOT:${PYTHONPATH:-}
+LOGS=$OUTPUT_PATH/slurm_logs SCRIPT=$INSPECTOR
+NAME=convert-$(basename "$TARGET") SAVE='' GPUS=$PROCESSES ENTRY=() PROFILER=() RENDEZVOUS=() SBATCH=()
+FILES=("$CHECKPOINT") THEN=("$PYTHON" "$INSPECTOR" verify "$TARGET")
 CONTAINER=()
 [[ -z $CONTAINER_IMAGE ]] || CONTAINER=(
   --container-image "$CONTAINER_IMAGE" --container-mounts "$CONTAINER_MOUNTS" --container-workdir "$ROOT"
 )
-sbatch --job-name convert-checkpoint --nodes "$NODES" --ntasks-per-node 1 --exclusive --dependency singleton \
-  --output "$OUTPUT_PATH/slurm_logs/%j.log" --export ALL <<END
-#!/usr/bin/env bash
-set -e
-cd $(printf '%q' "$ROOT")
-HEAD=\$(scontrol show hostnames "\$SLURM_JOB_NODELIST" | head -n 1)
-srun --label $(printf '%q ' "${CONTAINER[@]}" "$PYTHON") -m torch.distributed.run --nnodes $NODES \\
-  --nproc-per-node $PROCESSES --rdzv-backend c10d --rdzv-endpoint "\$HEAD:${PORT:-29500}" \\
-  --rdzv-id "\$SLURM_JOB_ID" $(printf '%q ' "${ARGUMENTS[@]}")
-srun --nodes 1 --ntasks 1 $(printf '%q ' "${CONTAINER[@]}" "$PYTHON" "$INSPECTOR" verify "$OUT")
-END
+# shellcheck source=job.bash
+source "$HERE/job.bash"

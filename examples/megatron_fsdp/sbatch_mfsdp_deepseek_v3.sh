@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+#SBATCH --time=4:00:00
 # DeepSeek-V3 (671 B parameters, 37 B active) on 512 GPUs: ZeRO-3, expert parallelism, no pipeline parallelism.
 #
 #   OUTPUT_PATH=/runs/v3 DATA_PATH=/data/corpus CONTAINER_IMAGE=/images/x.sqsh bash sbatch_mfsdp_deepseek_v3.sh
@@ -6,10 +7,13 @@
 #
 # Submits a Slurm job. Slurm's own variables (SBATCH_ACCOUNT, SBATCH_PARTITION, SBATCH_TIMELIMIT) choose the rest of it.
 # The variables below can be set in the environment. Without DATA_PATH it trains on synthetic tokens; without
-# CONTAINER_IMAGE it runs in the cluster's environment. MEGATRON_PATH may be a checkout of Megatron-LM, whose
-# pretrain_gpt.py is then used.
+# CONTAINER_IMAGE, which needs Pyxis, it runs in the cluster's environment. MEGATRON_PATH may be a checkout of
+# Megatron-LM, whose pretrain_gpt.py is then used.
 set -euo pipefail
-ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+HERE=$(dirname "${BASH_SOURCE[0]}")
+# sbatch runs a copy of this file; Slurm knows where the original is.
+[[ -f $HERE/job.bash ]] || HERE=$(dirname "$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=//p')")
+ROOT=$(cd "$HERE/../.." && pwd)
 
 MEGATRON_PATH=$(realpath -m "${MEGATRON_PATH:-$ROOT}")
 CONTAINER_IMAGE=${CONTAINER_IMAGE:-}
@@ -19,7 +23,7 @@ MOUNTS=$ROOT:$ROOT,$MEGATRON_PATH:$MEGATRON_PATH,$OUTPUT_PATH:$OUTPUT_PATH
 DATA_FOLDER=$(dirname "$DATA_PATH")
 [[ $DATA_FOLDER != /* ]] || MOUNTS+=,$DATA_FOLDER:$DATA_FOLDER
 CONTAINER_MOUNTS=${CONTAINER_MOUNTS:-$MOUNTS}
-NODES=${NODES:-64}
+NODES=${SLURM_NNODES:-${NODES:-64}}
 GPUS=${GPUS:-8}
 PYTHON=${PYTHON:-python}
 USE_MEGATRON_FSDP=${USE_MEGATRON_FSDP:-1}
@@ -68,7 +72,8 @@ TRAINING=(
   --load "$OUTPUT_PATH/checkpoints" --auto-detect-ckpt-format --dist-ckpt-strictness log_all
   --log-interval 1 --log-throughput --log-num-zeros-in-grad --log-params-norm --log-timers-to-tensorboard
   --log-memory-to-tensorboard --log-validation-ppl-to-tensorboard --logging-level 40
-  --tensorboard-dir "$OUTPUT_PATH/tensorboard" --distributed-timeout-minutes 60 --exit-duration-in-mins 220
+  --tensorboard-dir "$OUTPUT_PATH/tensorboard" --distributed-timeout-minutes 60
+  --exit-signal-handler --exit-duration-in-mins 220
   --data-cache-path "$OUTPUT_PATH/cache" --split "99,1,0" --no-mmap-bin-files
   --no-create-attention-mask-in-dataloader --num-workers 6
 )
@@ -89,10 +94,10 @@ if [[ -n $DATA_PATH ]]; then
 else # the router learns nothing from synthetic tokens
   INPUT=(--mock-data --tokenizer-type NullTokenizer --vocab-size 129280 --moe-router-force-load-balancing)
 fi
-LAUNCH=()
+PROFILER=()
 if [[ $PROFILE == 1 ]]; then
   TRAINING+=(--profile --profile-step-start 10 --profile-step-end 12 --profile-ranks 0)
-  LAUNCH=(
+  PROFILER=(
     nsys profile --sample=none --cpuctxsw=none "--trace=cuda,nvtx,cublas,cudnn" --cuda-graph-trace=node
     --cuda-memory-usage=true --capture-range=cudaProfilerApi --capture-range-end=stop -f true -x true
     -o "$OUTPUT_PATH/nsys/$NAME-%q{SLURM_NODEID}"
@@ -105,27 +110,18 @@ fi
 
 # shellcheck disable=SC2206 # EXTRA is split into words
 ARGUMENTS=("${MODEL[@]}" "${EXPERTS[@]}" "${PARALLELISM[@]}" "${TRAINING[@]}" "${INPUT[@]}" $EXTRA)
-if [[ -n ${DRY_RUN:-} ]]; then
-  printf '%s\n' "$((NODES * GPUS))" "$MEGATRON_PATH/pretrain_gpt.py" "${ARGUMENTS[@]}"
-  exit
-fi
-ENTRY=("$MEGATRON_PATH/pretrain_gpt.py")
-[[ $MEGATRON_PATH -ef $ROOT ]] || ENTRY=(-m megatron.fsdp.launch "${ENTRY[@]}")
-mkdir -p "$OUTPUT_PATH/slurm_logs" "$OUTPUT_PATH/nsys"
+SCRIPT=$MEGATRON_PATH/pretrain_gpt.py ENTRY=()
+[[ $MEGATRON_PATH -ef $ROOT ]] || ENTRY=(-m megatron.fsdp.launch)
 export PYTHONPATH=$ROOT:$MEGATRON_PATH:${PYTHONPATH:-}
 export TORCH_NCCL_AVOID_RECORD_STREAMS=1 NVTE_FWD_LAYERNORM_SM_MARGIN=16 NVTE_BWD_LAYERNORM_SM_MARGIN=16
 export NCCL_IB_SL=${NCCL_IB_SL:-1} NCCL_IB_TIMEOUT=${NCCL_IB_TIMEOUT:-19}
 export NCCL_P2P_NET_CHUNKSIZE=${NCCL_P2P_NET_CHUNKSIZE:-2097152}
+[[ $PROFILE != 1 || -n ${DRY_RUN:-} ]] || mkdir -p "$OUTPUT_PATH/nsys"
+LOGS=$OUTPUT_PATH/slurm_logs SAVE=$OUTPUT_PATH/checkpoints RENDEZVOUS=() THEN=() FILES=() SBATCH=(--gpus-per-node "$GPUS")
+[[ $DATA_PATH != /* || $DATA_PATH == *" "* ]] || FILES+=("$DATA_PATH.bin" "$DATA_PATH.idx")
 CONTAINER=()
 [[ -z $CONTAINER_IMAGE ]] || CONTAINER=(
   --container-image "$CONTAINER_IMAGE" --container-mounts "$CONTAINER_MOUNTS" --container-workdir "$MEGATRON_PATH"
 )
-sbatch --job-name deepseek-v3 --nodes "$NODES" --ntasks-per-node 1 --gpus-per-node "$GPUS" --exclusive \
-  --dependency singleton --output "$OUTPUT_PATH/slurm_logs/%j.log" --export ALL <<END
-#!/usr/bin/env bash
-cd $(printf '%q' "$MEGATRON_PATH")
-HEAD=\$(scontrol show hostnames "\$SLURM_JOB_NODELIST" | head -n 1)
-srun --label $(printf '%q ' "${CONTAINER[@]}" "${LAUNCH[@]}" "$PYTHON") -m torch.distributed.run \\
-  --nnodes $NODES --nproc-per-node $GPUS --rdzv-backend c10d --rdzv-endpoint "\$HEAD:${PORT:-29500}" \\
-  --rdzv-id "\$SLURM_JOB_ID" $(printf '%q ' "${ENTRY[@]}" "${ARGUMENTS[@]}")
-END
+# shellcheck source=job.bash
+source "$HERE/job.bash"

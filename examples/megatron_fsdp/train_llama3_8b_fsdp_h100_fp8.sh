@@ -8,7 +8,7 @@
 # the environment. NSYS_PROFILE=1 records a profile with Nsight Systems, USE_UV=1 starts Python with uv, and DRY_RUN=1
 # prints the command. USE_MEGATRON_FSDP=0 trains with Megatron's DDP, which needs another folder of checkpoints.
 set -euo pipefail
-SCRIPT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)/pretrain_gpt.py
+HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
 CHECKPOINTS=${1:-checkpoints/llama3_8b_fsdp_fp8}
 DATA=${2:-MOCK}
@@ -44,7 +44,8 @@ TRAINING=(
   --lr 1.5e-4 --min-lr 1e-5 --decoupled-lr 5e-4 --decoupled-min-lr 4.5e-5 --lr-decay-style cosine
   --lr-decay-samples 1949218748 --lr-warmup-samples 3906252 --weight-decay 0.1 --clip-grad 1.0
   --adam-beta1 0.9 --adam-beta2 0.95 --bf16 --cross-entropy-loss-fusion --no-check-for-nan-in-loss-and-grad
-  --manual-gc --empty-unused-memory-level 1 --exit-duration-in-mins 235 --distributed-timeout-minutes 60
+  --manual-gc --empty-unused-memory-level 1 --exit-signal-handler --exit-duration-in-mins 235
+  --distributed-timeout-minutes 60
   --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
   --log-interval 1 --log-throughput --logging-level 20 --eval-iters 32 --eval-interval 100 --save-interval 1000
   --save "$CHECKPOINTS" --load "$CHECKPOINTS" --tensorboard-dir "$TENSORBOARD"
@@ -76,12 +77,12 @@ else
   INPUT=(--data-path $DATA --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$TOKENIZER")
 fi
 
-LAUNCH=()
+PROFILER=()
 # Without --no-sync, uv would replace the environment by this project's dependencies, which Megatron is not among.
-[[ $USE_UV != 1 ]] || LAUNCH+=(uv run --no-sync)
+[[ $USE_UV != 1 ]] || PROFILER+=(uv run --no-sync)
 if [[ $NSYS_PROFILE == 1 ]]; then
   TRAINING+=(--profile --profile-step-start 8 --profile-step-end 12 --profile-ranks 0 --record-memory-history)
-  LAUNCH+=(
+  PROFILER+=(
     nsys profile --sample=none --cpuctxsw=none "--trace=cuda,nvtx,cublas,cudnn" --cuda-graph-trace=node
     --cuda-memory-usage=true --capture-range=cudaProfilerApi --capture-range-end=stop -f true -x true -o "$PROFILE"
   )
@@ -89,10 +90,11 @@ fi
 
 # shellcheck disable=SC2206 # EXTRA is split into words
 ARGUMENTS=("${MODEL[@]}" "${TRAINING[@]}" "${INPUT[@]}" $EXTRA)
-if [[ -n ${DRY_RUN:-} ]]; then
-  printf '%s\n' "$((NODES * GPUS))" "$SCRIPT" "${ARGUMENTS[@]}"
-  exit
+if [[ -z ${DRY_RUN:-} ]]; then
+  mkdir -p "$(dirname "$CHECKPOINTS")" "$(dirname "$PROFILE")" "$(dirname "$TENSORBOARD")"
 fi
-mkdir -p "$(dirname "$CHECKPOINTS")" "$(dirname "$PROFILE")" "$(dirname "$TENSORBOARD")"
-exec "${LAUNCH[@]}" "$PYTHON" -m torch.distributed.run --nproc-per-node "$GPUS" --nnodes "$NODES" \
-  --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" "$SCRIPT" "${ARGUMENTS[@]}"
+NAME=$(basename "$CHECKPOINTS") LOGS=$CHECKPOINTS/logs SAVE=$CHECKPOINTS SCRIPT=$(dirname "$(dirname "$HERE")")/pretrain_gpt.py
+ENTRY=() FILES=() THEN=() CONTAINER=() SBATCH=()
+RENDEZVOUS=(--nnodes "$NODES" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT")
+# shellcheck source=job.bash
+source "$HERE/job.bash"

@@ -202,7 +202,7 @@ def words_of(script: Path, **variables: str) -> list[str]:
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_scripts_pass_shellcheck(script: Path) -> None:
     printed(start(["bash", "-n", script]))
-    printed(start(["shellcheck", "--shell=bash", script]))
+    printed(start(["shellcheck", "--shell=bash", "--external-sources", "--source-path=SCRIPTDIR", script]))
 
 
 @pytest.mark.parametrize("back", ["", "1"])
@@ -261,27 +261,93 @@ def test_positional_arguments_and_variables_of_the_llama_script(tmp_path: Path) 
     assert "--use-megatron-fsdp" not in words_of(script, USE_MEGATRON_FSDP="0")
 
 
-# Commands of a Slurm cluster of one machine. srun skips its own options; Python prints its words.
+# Commands of a Slurm cluster of one machine. sbatch runs a copy, as Slurm does, and keeps the job's exit code; srun
+# skips its own options; Python prints its words and leaves what a run leaves.
 CLUSTER = {
-    "sbatch": 'echo "$@" > "$LOG/options"; SLURM_JOB_NODELIST=n1 SLURM_JOB_ID=7 exec bash',
-    "scontrol": "echo n1",
-    "srun": 'while [[ $1 == --* ]]; do if [[ $1 == --label ]]; then shift; else shift 2; fi; done; exec "$@"',
-    "python": 'printf \'%s\\n\' "$@" >> "$LOG/words"',
+    "sbatch": """
+        echo "$@" > "$LOG/options"
+        for FILE in "$@"; do [[ ! -f $FILE ]] || break; done
+        mkdir -p "$LOG/spool" && cp "$FILE" "$LOG/spool/slurm_script" && echo "   Command=$FILE" > "$LOG/job"
+        SLURM_JOB_NODELIST=n1 SLURM_JOB_ID=7 bash "$LOG/spool/slurm_script"
+        echo $? > "$LOG/code"
+    """,
+    "scontrol": """
+        case "$1 $2" in
+            "show job") cat "$LOG/job" ;;
+            "show hostnames") echo n1 ;;
+            requeue*) echo "$2" > "$LOG/requeued" ;;
+        esac
+    """,
+    "srun": """
+        while [[ $1 == --* ]]; do case $1 in --label | *=*) shift ;; *) shift 2 ;; esac; done
+        exec "$@"
+    """,
+    "python": """
+        printf '%s\\n' "$@" >> "$LOG/words"
+        [[ -z $SAYS ]] || (mkdir -p "$SAVED" && echo "$SAYS" > "$SAVED/outcome.txt")
+        exit "${ENDS:-0}"
+    """,
 }
+
+
+def cluster(folder: Path, **variables: str) -> dict[str, str]:
+    """The environment of a shell on that cluster, whose commands and records are in a folder."""
+    for command, text in CLUSTER.items():
+        (folder / command).write_text(f"#!/usr/bin/env bash\n{text}\n")
+        (folder / command).chmod(0o755)
+    environment = {key: value for key, value in os.environ.items() if key != "DRY_RUN"}
+    return {**environment, "SAYS": "", **variables, "PATH": f"{folder}:{os.environ['PATH']}", "LOG": str(folder)}
+
+
+@pytest.mark.parametrize(
+    ("says", "ends", "code", "requeued"),
+    [
+        ("finished", "0", 0, False),
+        ("stopped SIGTERM", "0", 75, True),
+        ("stopped SIGTERM", "1", 75, True),  # torchrun's code after a signal that it has handled
+        ("failed rank 1", "1", 1, False),
+        ("finished", "1", 1, False),
+        ("", "0", 1, False),
+        ("", "137", 1, False),
+    ],
+)
+def test_the_exit_code_of_a_job_says_how_it_ended(
+    says: str, ends: str, code: int, requeued: bool, tmp_path: Path
+) -> None:
+    saved = tmp_path / "out" / "checkpoints"
+    saved.mkdir(parents=True)
+    (saved / "outcome.txt").write_text("stopped by an earlier run\n")
+    variables = {"OUT": str(tmp_path / "out"), "SAVED": str(saved), "SAYS": says, "ENDS": ends}
+    script = ROOT / "examples" / "megatron_fsdp" / LLAMA3_70B
+    # From a folder that has nothing to do with the repository, and a copy in another one.
+    subprocess.run(["bash", script], env=cluster(tmp_path, **variables), cwd=tmp_path, check=True, timeout=60)
+    assert (tmp_path / "code").read_text() == f"{code}\n"
+    assert (tmp_path / "requeued").exists() is requeued
+    options = (tmp_path / "options").read_text()
+    assert "--job-name out " in options and "--requeue --signal TERM@600 --open-mode append" in options
+
+
+def test_missing_files_are_reported_before_the_job_is_queued(tmp_path: Path) -> None:
+    script = ROOT / "examples" / "megatron_fsdp" / LLAMA3_70B
+    variables = {"OUT": str(tmp_path / "out"), "DATA": "/data/corpus", "TOKENIZER": str(tmp_path)}
+    run = subprocess.run(
+        ["bash", script], env=cluster(tmp_path, **variables), capture_output=True, text=True, timeout=60
+    )
+    assert run.returncode == 2 and run.stderr == "out: expected /data/corpus.bin; it does not exist\n"
+    assert not (tmp_path / "options").exists()
 
 
 @pytest.mark.parametrize("name", [DEEPSEEK_V3, "sbatch_checkpoint_convert.sh"])
 def test_submitted_jobs_run_the_printed_command(name: str, tmp_path: Path) -> None:
-    for command, text in CLUSTER.items():
-        (tmp_path / command).write_text(f"#!/usr/bin/env bash\n{text}\n")
-        (tmp_path / command).chmod(0o755)
     megatron = tmp_path / "Megatron-LM"
     megatron.mkdir()
+    (megatron / "pretrain_gpt.py").touch()
+    (tmp_path / "iter_1").mkdir()
     variables = {
         "MEGATRON_PATH": str(megatron),
         "CONTAINER_IMAGE": "/images/a b.sqsh",
         "OUTPUT_PATH": str(tmp_path / "out"),
-        "CHECKPOINT": "/old/iter_1",
+        "CHECKPOINT": str(tmp_path / "iter_1"),
         "OUT": "/new/iter_1",
         "EP": "16",
         "COMMENT": "first try",
@@ -290,9 +356,7 @@ def test_submitted_jobs_run_the_printed_command(name: str, tmp_path: Path) -> No
     }
     script = ROOT / "examples" / "megatron_fsdp" / name
     _, *expected = words_of(script, **variables)
-    environment = {**os.environ, **variables, "PATH": f"{tmp_path}:{os.environ['PATH']}", "LOG": str(tmp_path)}
-    environment.pop("DRY_RUN", None)
-    subprocess.run(["bash", script], env=environment, check=True, timeout=60)
+    subprocess.run(["bash", script], env=cluster(tmp_path, **variables), check=True, timeout=60)
     words = (tmp_path / "words").read_text().splitlines()
     start = words.index(expected[0])
     assert words[start : start + len(expected)] == expected

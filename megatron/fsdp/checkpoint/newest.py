@@ -1,6 +1,7 @@
 """Finds the newest complete checkpoint in a folder."""
 
 import logging
+import os
 import re
 from collections.abc import Collection
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 from megatron.fsdp.checkpoint.coordination import attempt, gather_from_ranks
 from megatron.fsdp.checkpoint.loading import check_files
 from megatron.fsdp.checkpoint.reader import CheckpointReader, open_checkpoint
+from megatron.fsdp.checkpoint.storage import as_path
 
 logger = logging.getLogger(__name__)
 
@@ -39,16 +41,47 @@ def newest_complete(folder: Path, wanted: int | None, check: bool = True, checke
     """
     # A shared file system may show different files to different machines, so all ranks use what rank 0 sees.
     found, wanted = gather_from_ranks((iterations_in(folder), wanted))[0]
-    for iteration in found:
-        if wanted is not None and iteration > wanted:
-            continue
-        of_iteration = folder_of(folder, iteration)
-        damage = _damage(of_iteration, check and of_iteration not in checked)
+    allowed = [iteration for iteration in found if wanted is None or iteration <= wanted]
+    chosen = _first_complete([folder_of(folder, iteration) for iteration in allowed], check, checked)
+    iteration = None if chosen is None else allowed[chosen]
+    if iteration is not None and iteration != wanted:
+        logger.warning("%s: falling back to the checkpoint of iteration %d.", folder, iteration)
+    return iteration
+
+
+def newest_complete_checkpoint(folder: str | os.PathLike, check: bool = True) -> Path | None:
+    """Find the checkpoint to resume from: the newest complete one among the subfolders. A collective.
+
+    A run that was killed while it saved leaves a folder without ``.metadata``, which is skipped with a warning. So are
+    checkpoints with damaged files. Newer means a higher number at the end of the subfolder's name, as in ``step_20``
+    or ``iter_0000020``; other subfolders are ignored.
+
+    Args:
+        folder: Holds a subfolder for each checkpoint. It need not exist.
+        check: Whether to compare files with their checksums, which reads all of them. Sizes are always compared.
+
+    Returns:
+        The subfolder, the same on all ranks; None if no checkpoint is complete.
+    """
+    found = gather_from_ranks(_numbered(as_path(folder)))[0]
+    chosen = _first_complete(found, check)
+    return None if chosen is None else found[chosen]
+
+
+def _numbered(folder: Path) -> list[Path]:
+    """The subfolders whose names end with a number, highest first."""
+    names = [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+    found = [(int(match[0]), path) for path in names if (match := re.search(r"[0-9]{1,18}$", path.name))]
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def _first_complete(folders: list[Path], check: bool, checked: Collection[Path] = ()) -> int | None:
+    """Number of the first folder that is a complete checkpoint. Warns about those before it. A collective."""
+    for number, folder in enumerate(folders):
+        damage = _damage(folder, check and folder not in checked)
         if not damage:
-            if iteration != wanted:
-                logger.warning("%s: falling back to the checkpoint of iteration %d.", folder, iteration)
-            return iteration
-        logger.warning("%s: the checkpoint of iteration %d is incomplete or damaged: %s", folder, iteration, damage)
+            return number
+        logger.warning("%s: the checkpoint %s is incomplete or damaged: %s", folder.parent, folder.name, damage)
     return None
 
 

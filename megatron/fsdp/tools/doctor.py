@@ -1,22 +1,27 @@
 """Checks a training command without GPUs: reports how it would be sharded, or why it cannot run with our FSDP.
 
     megatron-fsdp-doctor [--world-size N] [--gpu NAME] [--rank R] [--json] [-m] SCRIPT ARGS...
+    megatron-fsdp-doctor --script run.sbatch [--step-seconds S] [--save-seconds S]
 
 One process is enough for any number of ranks, and no memory is allocated for weights. The report lists the mesh, units,
 dtypes, collectives and bytes per rank, or every unsupported setting with a remedy. With --gpu or --device-memory, it
 judges the arguments as on a GPU, says whether the command fits into the device's memory, and which changes would make
-it fit. Progress is shown on stderr.
+it fit. Progress is shown on stderr. With --script, it says whether a launch script for Slurm saves in time and is
+queued again; the scripts in examples/megatron_fsdp print their command with DRY_RUN=1, for the first form.
 
 Exit codes: 0 the command would start to train; 1 it would not; 2 these options or the script's path are wrong; 3 it
 would start, and is estimated not to fit into the device's memory.
 """
 
+import argparse
+import json
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
-from megatron.fsdp.tools import script
+from megatron.fsdp.tools import job, script
 from megatron.fsdp.tools.devices import add_device
 from megatron.fsdp.tools.progress import Progress
 
@@ -29,7 +34,12 @@ def main() -> int:
     add_device(parser)
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument("--verbose", action="store_true", help="show the output of the script")
-    options = script.parse(parser)
+    parser.add_argument("--script", dest="job", type=Path, metavar="FILE", help="a launch script for Slurm")
+    parser.add_argument("--step-seconds", type=float, help="seconds of a step, for --script")
+    parser.add_argument("--save-seconds", type=float, default=0.0, help="seconds of a save, for --script")
+    options = script.parse(parser, unless="job")
+    if options.job is not None:
+        return _read_job(parser, options)
     if not 0 <= (options.rank or 0) < options.world_size:
         parser.error(f"argument --rank: expected a rank below {options.world_size} (--world-size); got {options.rank}")
     script.prepare_megatron()
@@ -42,6 +52,17 @@ def main() -> int:
         )
     print(report.as_json() if options.json else report.as_text())
     return report.exit_code
+
+
+def _read_job(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    """Print what would lose work. Returns the exit code."""
+    try:
+        found = job.problems(job.read(options.job), options.step_seconds, options.save_seconds)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    lines = [f"LOSES WORK  {problem}" for problem in found] or ["saves in time, and is queued again"]
+    print(json.dumps({"problems": found}, indent=2) if options.json else "\n".join(lines))
+    return 1 if found else 0
 
 
 @contextmanager

@@ -305,6 +305,7 @@ def _look_at(
     """Replaces the wrapper's constructor: adds the model chunk to the report."""
     from megatron.core import parallel_state as groups
     from megatron.fsdp.mcore.adapter import fsdp_config, largest_unit, units_of
+    from megatron.fsdp.mcore.options import EXPERT_INSTANCES
     from megatron.fsdp.runtime.partition import resolve_unit_classes
 
     examination.progress.start("planning units and layouts")
@@ -332,7 +333,8 @@ def _look_at(
     if report.recipe is not None:
         plan_model(module, report.recipe, config)
     classes = resolve_unit_classes(module, units)
-    axes = AxisSizes(dense // outer, outer), AxisSizes(max(experts // outer, 1), outer)
+    of_experts = getattr(ddp_config, EXPERT_INSTANCES, None) or outer
+    axes = AxisSizes(dense // outer, outer), AxisSizes(max(experts // of_experts, 1), of_experts)
     examination.modules.append(module)
     examination.outlines.append(outline(module, classes, report.config))
     report.chunks.append(estimate_outline(examination.outlines[-1], report.config, *axes, report.muon))

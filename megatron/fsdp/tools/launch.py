@@ -8,9 +8,12 @@
 import sys
 from pathlib import Path
 
+from torch.distributed.elastic.multiprocessing.errors import record
+
 from megatron.fsdp.tools.script import prepare_megatron, run
 
 
+@record
 def main() -> None:
     """Run the script named on the command line as ``__main__``."""
     if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
@@ -22,9 +25,11 @@ def main() -> None:
         sys.exit(2)
     prepare_megatron()
     from megatron.fsdp.mcore import install
+    from megatron.fsdp.mcore.ending import leaving_outcome
 
     install()
-    run(script, sys.argv[2:])
+    with leaving_outcome():
+        run(script, sys.argv[2:])
 
 
 if __name__ == "__main__":

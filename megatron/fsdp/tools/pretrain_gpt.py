@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
+from torch.distributed.elastic.multiprocessing.errors import record
 
+from megatron.fsdp.config import SYNCHRONOUS
 from megatron.fsdp.mcore import cpu, install
 
 cpu.enable()  # does nothing if CUDA is available; must precede the imports of Megatron
@@ -32,6 +35,7 @@ from megatron.core.utils import (  # noqa: E402
     get_batch_on_this_cp_rank,
     get_batch_on_this_tp_rank,
 )
+from megatron.fsdp.mcore.ending import leaving_outcome  # noqa: E402
 from megatron.training import (  # noqa: E402
     argument_utils,  # noqa: E402
     get_args,
@@ -64,6 +68,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         choices=("this", "megatron-core"),
         default="this",
         help="The FSDP that --use-megatron-fsdp selects: this project's, or the one inside Megatron-Core.",
+    )
+    group.add_argument(
+        "--fsdp-synchronous",
+        action="store_true",
+        help="Turn off prefetch, overlap, double buffer, registered memory and CUDA graphs, to find a wrong result.",
     )
     return parser
 
@@ -263,14 +272,19 @@ def install_chosen_implementation() -> None:
     This must precede Megatron's parsing of the command line, which our checks of its arguments extend.
     """
     chosen, _ = add_arguments(argparse.ArgumentParser(add_help=False, allow_abbrev=False)).parse_known_args()
+    if chosen.fsdp_synchronous:
+        os.environ[SYNCHRONOUS] = "1"
     if chosen.fsdp_implementation == "this":
         install()
 
 
+@record
 def main() -> None:
     """Parse the command line and train."""
     install_chosen_implementation()
     args = parse_and_validate_args(extra_args_provider=add_arguments, args_defaults=DEFAULTS)
+    if args.fsdp_synchronous:
+        args.cuda_graph_impl = "none"
     for name in UNSUPPORTED:
         if getattr(args, name, False):
             raise NotImplementedError(f"pretrain_gpt.py does not support {name}: expected False, got True")
@@ -284,7 +298,8 @@ def main() -> None:
         run["model_provider"] = model_provider
     container = argument_utils.pretrain_cfg_container_from_args(args, model)
     try:
-        pretrain(container, datasets_provider, **run)
+        with leaving_outcome():
+            pretrain(container, datasets_provider, **run)
     except SystemExit:  # how Megatron ends at --exit-interval and its like
         torch.distributed.destroy_process_group()
         raise

@@ -31,7 +31,7 @@ def parse(options: argparse.ArgumentParser, unless: str = "") -> argparse.Namesp
 
     Args:
         options: The parser.
-        unless: Name of an option that takes the place of a script.
+        unless: Attribute of an option that takes the place of a script.
     """
     options.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT names a module, as in python -m")
     script = options.add_argument("script", type=Path)
@@ -39,7 +39,8 @@ def parse(options: argparse.ArgumentParser, unless: str = "") -> argparse.Namesp
     script.required = rest.required = not unless
     parsed = options.parse_args()
     if unless and (getattr(parsed, unless) is None) == (parsed.script is None):
-        options.error(f"expected either --{unless} or a script")
+        name = next(action.option_strings[0] for action in options._actions if action.dest == unless)
+        options.error(f"expected either {name} or a script")
     if parsed.script is not None and not parsed.is_module and not parsed.script.is_file():
         options.error(f"no such script: {parsed.script}")
     return parsed

@@ -1,0 +1,58 @@
+# shellcheck shell=bash disable=SC2153,SC2154 # the scripts that source this file set the variables
+# The end of every launch script: checks, submits to Slurm, runs, stops in time, resumes. Sourced with the arguments.
+#
+# NAME of the job, LOGS and SAVE (folders of logs and checkpoints; SAVE may be empty), NODES, GPUS (processes per node), PYTHON,
+# SCRIPT, ENTRY (how Python starts it), ARGUMENTS, PROFILER (before Python), FILES (must exist), THEN (runs at the end),
+# RENDEZVOUS (torchrun's, without Slurm) or SBATCH (options) with CONTAINER (options of srun).
+if [[ -n ${DRY_RUN:-} ]]; then
+  printf '%s\n' "$((NODES * GPUS))" "$SCRIPT" "${ARGUMENTS[@]}"
+  exit
+fi
+for FILE in "$SCRIPT" "${FILES[@]}"; do
+  [[ -e $FILE ]] || { echo "$NAME: expected $FILE; it does not exist" >&2 && exit 2; }
+done
+mkdir -p "$LOGS"
+GRACE=${GRACE:-600} # seconds from SIGTERM to the time limit: more than a step and a save
+if [[ ${#RENDEZVOUS[@]} == 0 && -z ${SLURM_JOB_ID:-} ]]; then
+  # Jobs of one folder wait for each other; other experiments have other names.
+  exec sbatch --job-name "$NAME" --nodes "$NODES" --ntasks-per-node 1 --exclusive --dependency singleton --requeue \
+    --signal "TERM@$GRACE" --open-mode append --output "$LOGS/%j.log" --export ALL "${SBATCH[@]}" "${BASH_SOURCE[1]}" "$@"
+fi
+
+ON=() ONCE=()
+if [[ ${#RENDEZVOUS[@]} == 0 ]]; then
+  ON=(srun --label --kill-on-bad-exit=1 "${CONTAINER[@]}") ONCE=(srun --nodes 1 --ntasks 1 "${CONTAINER[@]}")
+  HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+  RENDEZVOUS=(--nnodes "$NODES" --rdzv-backend c10d --rdzv-endpoint "$HEAD:${PORT:-29500}" --rdzv-id "$SLURM_JOB_ID")
+fi
+if [[ -n ${INTERFACE:-} ]]; then # such as ib0
+  export NCCL_SOCKET_IFNAME=$INTERFACE GLOO_SOCKET_IFNAME=$INTERFACE TP_SOCKET_IFNAME=$INTERFACE
+fi
+# torchrun kills ranks that are saving after 30 s, unless told otherwise (torch 2.12 or later). Slurm sends SIGTERM to all
+# processes, so torchrun ignores it, and only ranks stop: that works with any version. A rank ignores it as well until its
+# handler exists, so a process on each node leaves a file then, which the handler looks for.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=$GRACE
+# shellcheck disable=SC2016 # expanded on each node
+START='export MEGATRON_FSDP_STOP_FILE=$(mktemp -u)
+(trap ": >$MEGATRON_FSDP_STOP_FILE" TERM; while kill -0 $$; do sleep 1; done; rm -f "$MEGATRON_FSDP_STOP_FILE") &>/dev/null &
+trap "" TERM; export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE="[$(hostname -s) rank \${rank}] "; exec "$@"'
+# shellcheck disable=SC2054 # commas separate values of one option
+TORCHRUN=(
+  -m torch.distributed.run --nproc-per-node "$GPUS" "${RENDEZVOUS[@]}" --signals-to-handle SIGINT,SIGHUP,SIGQUIT
+  --log-dir "$LOGS" --redirects 3 --tee 3 --local-ranks-filter "0,$((GPUS - 1))"
+)
+[[ -z $SAVE ]] || rm -f "$SAVE/outcome.txt"
+trap : INT TERM # this script outlives the ranks
+set +e
+"${ON[@]}" bash -c "$START" launch "${PROFILER[@]}" "$PYTHON" "${TORCHRUN[@]}" "${ENTRY[@]}" "$SCRIPT" "${ARGUMENTS[@]}" 2>&1 |
+  (trap "" INT TERM && while IFS= read -r LINE; do printf '%(%F %T)T %s\n' -1 "$LINE"; done)
+CODE=${PIPESTATUS[0]}
+OUTCOME=
+[[ ! -f $SAVE/outcome.txt ]] || read -r OUTCOME REASON <"$SAVE/outcome.txt"
+echo "$NAME: exit code $CODE, ${OUTCOME:-no outcome} ${REASON:-}"
+if [[ $OUTCOME == stopped ]]; then # saved, and has more to do
+  [[ -z ${SLURM_JOB_ID:-} || ${REQUEUE:-1} == 0 ]] || scontrol requeue "$SLURM_JOB_ID"
+  exit 75 # EX_TEMPFAIL: try again
+fi
+[[ $CODE == 0 && (-z $SAVE || $OUTCOME == finished) ]] || exit 1
+[[ ${#THEN[@]} == 0 ]] || "${ONCE[@]}" "${THEN[@]}"

@@ -1,0 +1,154 @@
+"""Stops a run at the end of a step when a signal arrives, and leaves a file that says how the run ended.
+
+A launcher reports success or failure. Whether a run that was told to stop has saved, and should be started again, is in
+the first word of :data:`OUTCOME`, next to the checkpoints: ``finished``, ``stopped`` or ``failed``. A run that was
+killed leaves no such file.
+"""
+
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.fsdp.checkpoint.coordination import rank_and_world_size
+from megatron.fsdp.checkpoint.storage import REMOTE
+
+logger = logging.getLogger(__name__)
+
+# Name of the file.
+OUTCOME = "outcome.txt"
+FINISHED, STOPPED, FAILED = "finished", "stopped", "failed"
+# Environment variable: a file that a launcher creates at SIGTERM, which may arrive before this process can handle it.
+STOP_FILE = "MEGATRON_FSDP_STOP_FILE"
+# A launcher may pass on a signal that the scheduler has sent to every process as well. A person is slower.
+_SECONDS_BETWEEN = 1.0
+
+
+class StopSignals:
+    """Context in which SIGTERM and SIGINT do not end the process, but a loop that asks :meth:`stop_requested`.
+
+    ::
+
+        with StopSignals("run") as signals:
+            for step in range(first, last):
+                train(step)
+                if signals.stop_requested():
+                    save(step + 1)
+                    break
+
+    A launcher that creates the file named by the environment variable ``MEGATRON_FSDP_STOP_FILE`` also stops the run.
+    After Ctrl-C (SIGINT), a second one ends the process at once. On exit, the context leaves the file
+    ``outcome.txt`` in the folder, and puts back the earlier handlers.
+
+    Args:
+        folder: Where the checkpoints are. It is created. None: leave no file.
+        signals: Signals that ask the run to stop.
+
+    Raises:
+        RuntimeError: On entry, if this is not the process's main thread, which alone can handle signals.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike | None = None,
+        signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGINT),
+    ) -> None:
+        if folder is not None and REMOTE.match(str(folder)):
+            raise ValueError(f"StopSignals: expected a local folder for outcome.txt, or None; got {folder}.")
+        self._folder = None if folder is None else Path(folder)
+        self._signals = signals
+        self._earlier: dict[signal.Signals, Any] = {}
+        # The signals that have arrived here, and when the first one did.
+        self._received: list[int] = []
+        self._since = 0.0
+        # Whether all ranks have agreed to stop.
+        self._stopping = False
+
+    def __enter__(self) -> "StopSignals":
+        if self._folder is not None and rank_and_world_size()[0] == 0:
+            forget_outcome(self._folder)
+        try:
+            for number in dict.fromkeys(self._signals):
+                self._earlier[number] = signal.signal(number, self._receive)
+        except ValueError as error:
+            raise RuntimeError("StopSignals: expected the main thread of a process; got another thread.") from error
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.release()
+        if self._folder is None:
+            return
+        if error is not None and not (isinstance(error, SystemExit) and not error.code):
+            leave_outcome(self._folder, FAILED, describe(error))
+        elif rank_and_world_size()[0] == 0:
+            leave_outcome(self._folder, *((STOPPED, self._names()) if self._stopping else (FINISHED,)))
+
+    def release(self) -> None:
+        """Put back the earlier handlers."""
+        while self._earlier:
+            number, handler = self._earlier.popitem()
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+    def stop_requested(self) -> bool:
+        """Whether any rank has received a signal. A collective, with the same answer on all ranks.
+
+        The host waits for an all-reduce of one integer: ask every few steps if a step takes milliseconds.
+        """
+        if not self._received and os.path.exists(os.environ.get(STOP_FILE, "")):
+            self._received.append(signal.SIGTERM)
+        flag = bool(self._received)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            on_host = "cpu:" in dist.get_backend_config()
+            device = torch.device("cpu") if on_host else torch.accelerator.current_accelerator()
+            agreed = torch.tensor([flag], dtype=torch.int32, device=device)
+            dist.all_reduce(agreed, dist.ReduceOp.MAX)
+            flag = bool(agreed.item())
+        if flag and not self._stopping:
+            self._stopping = True
+            if rank_and_world_size()[0] == 0:
+                logger.warning("%s: stopping after this step.", self._names())
+        return flag
+
+    def _names(self) -> str:
+        return ", ".join(dict.fromkeys(signal.Signals(number).name for number in self._received)) or "another rank"
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        self._since = self._since or now
+        self._received.append(number)
+        # torchrun passes on the first Ctrl-C as SIGINT, and the second one as SIGTERM.
+        if signal.SIGINT in self._received and now - self._since > _SECONDS_BETWEEN:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+
+def describe(error: BaseException) -> str:
+    """An error in one line, with the rank and its host."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return f"rank {rank_and_world_size()[0]} on {socket.gethostname()}: {text}"
+
+
+def forget_outcome(folder: Path) -> None:
+    """Remove the file that an earlier run left."""
+    (folder / OUTCOME).unlink(missing_ok=True)
+
+
+def leave_outcome(folder: Path, outcome: str, reason: str = "") -> None:
+    """Write how the run ended, unless a rank has written it before: the first error is the cause of the others."""
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with suppress(FileExistsError), open(folder / OUTCOME, "x") as file:
+            file.write(f"{outcome} {reason}".rstrip() + "\n")
+    except OSError as error:  # must not hide how the run really ended
+        logger.warning("%s: cannot write how the run ended (%s): %s", folder / OUTCOME, error, outcome)

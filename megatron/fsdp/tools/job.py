@@ -1,0 +1,155 @@
+"""Reads a launch script for Slurm: will the run save before it is stopped, and be queued again?
+
+The ``#SBATCH`` lines and the command count. A script that prints its command if ``DRY_RUN`` is set, as the
+examples do, is asked for it; of others, only the text is searched.
+"""
+
+import os
+import re
+import shlex
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+
+# Seconds from SIGTERM to SIGKILL, by Slurm at the time limit and by torchrun, unless told otherwise.
+KILL_WAIT = 30
+TAIL = "job.bash"
+
+
+@dataclass
+class Job:
+    """A script that starts a run.
+
+    Attributes:
+        text: The script, without comments.
+        options: Options of ``sbatch`` by name, without dashes.
+        words: Number of ranks, training script and its arguments; empty if the script does not print them.
+    """
+
+    text: str
+    options: dict[str, str]
+    words: list[str] = field(default_factory=list)
+
+    @property
+    def shares_tail(self) -> bool:
+        """Whether it ends as the examples do, in ``job.bash``."""
+        return TAIL in self.text
+
+    def has(self, flag: str) -> bool:
+        """Whether the command has a flag."""
+        return flag in (self.words or re.split(r"[\s\"'=]+", self.text))
+
+    def number(self, flag: str) -> float | None:
+        """The number after a flag of the command; None if there is none."""
+        words = self.words or re.split(r"[\s\"'=]+", self.text)
+        value = words[words.index(flag) + 1] if flag in words[:-1] else ""
+        return float(value) if re.fullmatch(r"\d+(\.\d+)?", value) else None
+
+    @property
+    def time_limit(self) -> float | None:
+        """Seconds until Slurm ends the job; None if the script does not say."""
+        return seconds_of(self.options.get("time", self.options.get("t", "")))
+
+    @property
+    def grace(self) -> float | None:
+        """Seconds between the signal and the time limit; None if no signal is sent."""
+        found = re.fullmatch(r"(?:[BR]+:)?\w+(?:@(\d+))?", self.options.get("signal", ""))
+        return None if found is None else float(found[1] or 60)
+
+
+def read(path: Path) -> Job:
+    """Read a script. Runs it with ``DRY_RUN=1`` if it mentions that variable or ends in ``job.bash``."""
+    lines = path.read_text().splitlines()
+    options: dict[str, str] = {}
+    for line in lines:
+        if line.startswith("#SBATCH"):
+            for word in shlex.split(line.removeprefix("#SBATCH"), comments=True):
+                if word.startswith("-"):
+                    name, _, options[name] = word.lstrip("-").partition("=")
+                elif options:  # the value of the option before it
+                    options[list(options)[-1]] = word
+    text = "\n".join(line for line in lines if not line.lstrip().startswith("#"))
+    job = Job(text, options)
+    if job.shares_tail:
+        grace = os.environ.get("GRACE", "600")
+        job.options = {"signal": f"TERM@{grace}", "requeue": "", "open-mode": "append", **options}
+    if job.shares_tail or "DRY_RUN" in text:
+        environment = {**os.environ, "DRY_RUN": "1"}
+        run = subprocess.run(["bash", str(path)], env=environment, capture_output=True, text=True)
+        if run.returncode:
+            raise ValueError(f"{path}: expected it to print its command with DRY_RUN=1; got {run.stderr.strip()}")
+        job.words = run.stdout.splitlines()
+    return job
+
+
+def seconds_of(time: str) -> float | None:
+    """Convert a time as Slurm writes it, ``minutes``, ``hours:minutes:seconds`` or ``days-hours``, to seconds."""
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
+    if found is None:
+        return None
+    days, *rest = (int(part) for part in found.groups(default="0"))
+    counts_hours = found[1] is not None or found[4] is not None
+    units = (3600, 60, 1) if counts_hours else (60, 1, 0)
+    return float(days * 86400 + sum(part * unit for part, unit in zip(rest, units, strict=True)))
+
+
+def problems(job: Job, step: float | None = None, save: float = 0.0) -> list[str]:
+    """List what would lose work, each with a remedy.
+
+    Args:
+        job: The script.
+        step: Seconds of a step. None: not known.
+        save: Seconds of a save.
+    """
+    found = []
+    needed = None if step is None else step + save
+    if job.grace is None:
+        found.append(f"no signal before the time limit: only {KILL_WAIT} s remain then. Add #SBATCH --signal=TERM@600.")
+    if not job.has("--exit-signal-handler") and "StopSignals" not in job.text:
+        found.append("no handler: SIGTERM ends the run without a save. Add --exit-signal-handler, or StopSignals.")
+    if needed is not None and job.grace is not None and needed >= job.grace:
+        found.append(
+            f"the grace of {job.grace:.0f} s is shorter than a step and a save, {needed:.0f} s. Use --signal=TERM@"
+            f"{2 * needed:.0f} (GRACE={2 * needed:.0f} in the examples)."
+        )
+    keeps = job.shares_tail or any(
+        name in job.text for name in ("SHUTDOWN_TIMEOUT", "--shutdown-timeout", "--signals-to-handle")
+    )
+    runs = "torchrun" in job.text or "torch.distributed.run" in job.text
+    if runs and not keeps and (needed is None or needed >= KILL_WAIT):
+        found.append(
+            f"torchrun kills ranks {KILL_WAIT} s after SIGTERM. Set TORCH_ELASTIC_SHUTDOWN_TIMEOUT to the grace."
+        )
+    return [*found, *_of_schedule(job, step), *_of_queue(job)]
+
+
+def _of_schedule(job: Job, step: float | None) -> list[str]:
+    found = []
+    for unit in ("iters", "samples"):
+        warm_up = job.number(f"--lr-warmup-{unit}")
+        end = job.number(f"--lr-decay-{unit}") or job.number(f"--train-{unit}")
+        if warm_up is not None and end is not None and warm_up >= end:
+            found.append(f"--lr-warmup-{unit} {warm_up:.0f} is not below {end:.0f}, the end of the decay. Shorten it.")
+    limit, duration, interval = job.time_limit, job.number("--exit-duration-in-mins"), job.number("--save-interval")
+    if limit is not None and duration is not None and duration * 60 + (job.grace or 0) > limit:
+        found.append(
+            f"--exit-duration-in-mins {duration:.0f} ends after the signal at {(limit - (job.grace or 0)) / 60:.0f} "
+            "minutes, or after the time limit. Lower it."
+        )
+    if limit is not None and interval is not None and step is not None and interval * step > limit:
+        found.append(
+            f"a checkpoint takes {interval:.0f} steps of {step:.0f} s, longer than the time limit: a killed run loses "
+            f"everything. Use --save-interval {max(1, int(limit / step / 4))}."
+        )
+    return found
+
+
+def _of_queue(job: Job) -> list[str]:
+    found = []
+    if job.options and "requeue" not in job.options:
+        found.append("a job whose node is lost is not queued again. Add #SBATCH --requeue.")
+    if job.options and job.options.get("open-mode") != "append":
+        found.append("a job that is queued again overwrites its log. Add #SBATCH --open-mode=append.")
+    if "srun" in job.text and "--kill-on-bad-exit" not in job.text:
+        found.append("other nodes wait for a node that has failed. Add srun --kill-on-bad-exit=1.")
+    return found

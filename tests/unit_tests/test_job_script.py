@@ -1,0 +1,77 @@
+"""The doctor finds what would lose work in a launch script for Slurm."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron.fsdp.tools import job
+from tests.launch import ROOT, python
+
+GOOD = """#!/usr/bin/env bash
+#SBATCH --nodes 8 --time=24:00:00 --signal=TERM@600
+#SBATCH --requeue --open-mode=append  # keep the log
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600
+srun --kill-on-bad-exit=1 torchrun --nproc-per-node 8 pretrain_gpt.py --train-iters 1000 --lr-warmup-iters 100 \\
+    --save-interval 500 --exit-signal-handler --exit-duration-in-mins 1400
+"""
+# What is changed, and what is found then.
+CHANGES = {
+    "no signal": (" --signal=TERM@600", "", "Add #SBATCH --signal"),
+    "no handler": ("--exit-signal-handler", "", "no handler"),
+    "short grace": ("TERM@600", "TERM@70", r"70 s is shorter than a step and a save, 75 s. Use --signal=TERM@150"),
+    "grace by default": ("TERM@600", "TERM", "the grace of 60 s is shorter"),
+    "torchrun": ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "OTHER", "torchrun kills ranks 30 s after SIGTERM"),
+    "warm-up": ("--train-iters 1000", "--train-iters 100", "--lr-warmup-iters 100 is not below 100"),
+    "duration": ("mins 1400", "mins 1435", "ends after the signal at 1430 minutes"),
+    "no checkpoint": ("24:00:00", "8:00:00", "--exit-duration.*\n.*500 steps of 60 s.*Use --save-interval 120"),
+    "requeue": ("--requeue", "", "Add #SBATCH --requeue"),
+    "log": ("--open-mode=append", "", "overwrites its log"),
+    "other nodes": ("--kill-on-bad-exit=1", "", "other nodes wait"),
+}
+
+
+def found_in(path: Path, text: str, step: float | None = 60, save: float = 15) -> list[str]:
+    path.write_text(text)
+    return job.problems(job.read(path), step, save)
+
+
+def test_a_good_script_has_no_problems(tmp_path: Path) -> None:
+    assert found_in(tmp_path / "run.sbatch", GOOD) == found_in(tmp_path / "run.sbatch", GOOD, None) == []
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_each_problem_is_found_alone(tmp_path: Path, change: str) -> None:
+    before, after, expected = CHANGES[change]
+    assert before in GOOD
+    found = found_in(tmp_path / "run.sbatch", GOOD.replace(before, after))
+    assert re.search(expected, "\n".join(found)) and len(found) == 1 + expected.count("\n"), found
+
+
+@pytest.mark.parametrize(
+    ("time", "seconds"),
+    [("30", 1800), ("30:15", 1815), ("2:00:00", 7200), ("1-12", 129600), ("1-0:30", 88200), ("UNLIMITED", None)],
+)
+def test_times_as_slurm_writes_them(time: str, seconds: int | None) -> None:
+    assert job.seconds_of(time) == seconds
+
+
+@pytest.mark.parametrize("name", ["llama3_70b.sbatch", "sbatch_mfsdp_deepseek_v3.sh"])
+def test_the_examples_lose_nothing(name: str) -> None:
+    read = job.read(ROOT / "examples" / "megatron_fsdp" / name)
+    assert read.words[0] in ("64", "512") and read.grace == 600
+    assert job.problems(read, 30, 60) == []
+    assert "Use --signal=TERM@1200" in job.problems(read, 500, 100)[0]
+
+
+@pytest.mark.merge
+def test_the_command(tmp_path: Path) -> None:
+    path = tmp_path / "run.sbatch"
+    path.write_text(GOOD)
+    command = ("-m", "megatron.fsdp.tools.doctor", "--script", path, "--step-seconds", "100")
+    ended = python(*command)
+    assert (ended.returncode, ended.stdout) == (0, "saves in time, and is queued again\n"), ended.stderr
+    ended = python(*command, "--save-seconds", "500")
+    assert ended.returncode == 1 and ended.stdout.startswith("LOSES WORK  the grace of 600 s is shorter")
+    ended = python(*command[:2])
+    assert ended.returncode == 2 and "expected either --script or a script" in ended.stderr
