@@ -12,7 +12,7 @@ import torch
 from megatron.fsdp.checkpoint.reader import CheckpointReader
 from megatron.fsdp.helpers.spelling import bare_name
 from scripts.parity import DDP, fsdp_arguments, model_arguments, write_corpus
-from scripts.parity_cases import ALLTOALL, CP, EP, INSTANCES, LLAMA, PP, TP, Case
+from scripts.parity_cases import ALLTOALL, CP, EP, INSTANCES, LLAMA, OF_EXPERTS, PP, TP, Case
 from scripts.real_loop import Run, run, started
 from tests.launch import torchrun
 from tests.ranks import DEVICE
@@ -195,6 +195,7 @@ EXPERTS = (
     Topology(4, f"{EP} {TP} --sequence-parallel --expert-tensor-parallel-size 1", "optim"),
     Topology(4, "--expert-model-parallel-size 4", "optim_grads"),
     Topology(4, f"{EP} {PP}"),
+    Topology(4, f"{EP} {OF_EXPERTS}"),
     Topology(1, strategy="optim"),
 )
 CHAINS = {

@@ -134,3 +134,24 @@ def test_another_model_raises(corpus: Path, tmp_path: Path) -> None:
     folder = save(corpus, MODEL, tmp_path / "run").parent
     with pytest.raises(RunFailure, match=r"expected \(\d+, 64\)|does not fit the model"):
         train(corpus, MODEL._replace(arguments=f"{LLAMA} --ffn-hidden-size 96"), *OURS, "--load", str(folder))
+
+
+# With 128, 257 tokens are padded to 384 rows by one tensor-parallel rank and to 512 by two; 256 to 256 and to 512.
+VOCABULARIES = {
+    "untied": f"{LLAMA} --vocab-size 257 --make-vocab-size-divisible-by 128",
+    "tied": "--vocab-size 257 --make-vocab-size-divisible-by 128",
+    "no padding": f"{LLAMA} --make-vocab-size-divisible-by 256",
+}
+
+
+@pytest.mark.parametrize("first", [1, 2])
+@pytest.mark.parametrize("name", VOCABULARIES)
+def test_a_vocabulary_with_a_different_padding(corpus: Path, tmp_path: Path, name: str, first: int) -> None:
+    models = [Model(f"{VOCABULARIES[name]} --tensor-model-parallel-size {size}", size) for size in (first, 3 - first)]
+    source = save(corpus, models[0], tmp_path / "source", BY_PARAMETER).parent
+    expected = losses(train(corpus, models[1], *TORCH_DIST, BY_PARAMETER, "--load", str(source)))
+    words = ("--save", str(tmp_path / "ours"), "--save-interval", str(SAVED), "--exit-interval", str(SAVED))
+    train(corpus, models[0], *OURS, *words)
+    for folder in (source, tmp_path / "ours"):
+        found = losses(train(corpus, models[1], *OURS, "--load", str(folder)))
+        assert found == pytest.approx(expected, rel=1e-6), f"{folder.name}: DDP has other losses"

@@ -1,8 +1,9 @@
 """Loads ``fsdp_dtensor`` checkpoints, and those of Megatron's DDP, for Megatron's training loop."""
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from megatron.fsdp.mcore.checkpoint_state import LAYOUTS_KEY, CheckpointState, N
 from megatron.fsdp.mcore.replicas import check_replicas
 from megatron.fsdp.mcore.resuming import megatron_arguments, needs_checksums
 from megatron.fsdp.mcore.torch_dist import is_torch_dist, load_common, view
+from megatron.fsdp.mcore.vocabulary import padding_of
 from megatron.fsdp.naming.keys import other_names
 from megatron.fsdp.naming.names import FUSED_DOWN
 from megatron.fsdp.state.consistency import inconsistent_weights
@@ -47,8 +49,13 @@ _REACTIONS = {
 }
 
 
-def strictness_of(args: Any) -> Strictness:
-    """How ``--dist-ckpt-strictness`` and ``--no-strict-fsdp-dtensor-load`` treat keys that only one side has."""
+def strictness_of(args: Any, saved: Callable[[], Mapping[str, Any]] = dict) -> Strictness:
+    """How keys that only one side has are treated, and a vocabulary with a different padding.
+
+    Args:
+        args: Megatron's arguments, such as ``--dist-ckpt-strictness`` and ``--no-strict-fsdp-dtensor-load``, or None.
+        saved: Returns those of the run that wrote the checkpoint, as far as they are known.
+    """
     chosen = getattr(args, "dist_ckpt_strictness", "assume_ok_unexpected")
     missing, unexpected = _REACTIONS.get(chosen, (Reaction.RAISE, Reaction.IGNORE))
     lenient = not getattr(args, "strict_fsdp_dtensor_load", True)
@@ -59,7 +66,7 @@ def strictness_of(args: Any) -> Strictness:
     def extra(key: str) -> bool:
         return key == KEPT or key.startswith(f"{LAYOUTS_KEY}.") or bool(_STEP.fullmatch(key))
 
-    return Strictness(missing, unexpected, optional, extra)
+    return Strictness(missing, unexpected, optional, extra, padding_of(vars(args) if args else {}, saved))
 
 
 def load_objects(state_dict: dict[str, Any], *, checkpoint_id: Any = None, **options: Any) -> None:
@@ -101,7 +108,7 @@ def load_state_dict(state_dict: dict[str, Any], storage_reader: Any, planner: An
             state_dict,
             folder,
             other_names,
-            strictness_of(megatron_arguments()),
+            strictness_of(megatron_arguments(), partial(_saved_arguments, folder)),
             check=needs_checksums(folder),
             view=view("optimizer" in state_dict),
         )
@@ -122,10 +129,8 @@ def _naming_arguments(folder: Path) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, ValueError) as error:
-        found: dict[str, Any] = {"args": None}
-        with suppress(RuntimeError):  # other projects' checkpoints may lack arguments
-            load_objects(found, checkpoint_id=folder)
-        saved, own = (vars(args) if args else {} for args in (found.get("args"), megatron_arguments()))
+        saved, run = _saved_arguments(folder), megatron_arguments()
+        own = vars(run) if run else {}
         differing = [
             f"--{name.replace('_', '-')} {saved[name]} (here {own[name]})"
             for name in _ARGUMENTS
@@ -138,6 +143,15 @@ def _naming_arguments(folder: Path) -> Iterator[None]:
                 "another optimizer, --no-load-optim loads weights only.",
             )
         raise
+
+
+def _saved_arguments(folder: Path) -> dict[str, Any]:
+    """The arguments of the run that wrote a checkpoint; empty if it does not say, as other projects' may not."""
+    found: dict[str, Any] = {"args": None}
+    with suppress(RuntimeError):
+        load_objects(found, checkpoint_id=folder)
+    args = found.get("args")
+    return vars(args) if args else {}
 
 
 def _take_out_missing(state_dict: CheckpointState, folder: Path) -> dict[str, Any]:
@@ -214,5 +228,7 @@ def check_sections(state_dict: CheckpointState, keys: Collection[str], folder: P
 
 def _tensor_parallel_size(folder: Path, keys: Collection[str]) -> int:
     """The number of tensor-parallel ranks of the run that wrote a checkpoint; 1 if the checkpoint does not say."""
-    args = loading.load_objects(folder, ["args"])["args"] if "args" in keys else None
-    return getattr(args, "tensor_model_parallel_size", None) or 1
+    found: dict[str, Any] = {"args": None}
+    if "args" in keys:
+        load_objects(found, checkpoint_id=folder)
+    return getattr(found["args"], "tensor_model_parallel_size", None) or 1

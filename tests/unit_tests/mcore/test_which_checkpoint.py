@@ -11,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from megatron.fsdp.checkpoint.backend import Planner, Writer
+from megatron.fsdp.checkpoint.newest import newest_complete_checkpoint
 
 TRACKER = "latest_checkpointed_iteration.txt"
 OURS = {"use_megatron_fsdp": True, "ckpt_format": "fsdp_dtensor"}
@@ -217,3 +218,38 @@ def test_pretrained_weights_are_loaded_only_at_the_first_start(
     for iteration in (10, 20):
         (checkpoints / f"iter_{iteration:07d}" / ".metadata").unlink()
     assert not exists(str(checkpoints))
+
+
+def interrupted(folder: Path) -> None:
+    """Leave what a killed save leaves."""
+    folder.mkdir()
+    (folder / "__0_0.distcp").write_bytes(b"half")
+
+
+def test_the_newest_complete_checkpoint_of_any_loop(checkpoints: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert newest_complete_checkpoint(checkpoints) == checkpoints / "iter_0000020"
+    assert "the checkpoint iter_0000030 is incomplete" in caplog.text
+    for number in (20, 10):
+        (checkpoints / f"iter_00000{number}").rename(checkpoints / f"step-{number // 10}")
+    shutil.copytree(checkpoints / "step-1", checkpoints / "step-11")
+    interrupted(checkpoints / "epoch9999")
+    (checkpoints / "notes99").touch()
+    (checkpoints / "latest").mkdir()
+    assert newest_complete_checkpoint(checkpoints) == checkpoints / "step-11", "11 > 2, unlike the names' order"
+
+
+def test_a_damaged_checkpoint_is_not_the_newest(checkpoints: Path) -> None:
+    data = next((checkpoints / "iter_0000020").glob("*.distcp"))
+    content = bytearray(data.read_bytes())
+    content[-1] ^= 1
+    data.write_bytes(content)
+    assert newest_complete_checkpoint(checkpoints) == checkpoints / "iter_0000010"
+    assert newest_complete_checkpoint(checkpoints, check=False) == checkpoints / "iter_0000020"
+    data.write_bytes(content[:-1])
+    assert newest_complete_checkpoint(checkpoints, check=False) == checkpoints / "iter_0000010"
+
+
+def test_no_checkpoint(tmp_path: Path) -> None:
+    assert newest_complete_checkpoint(tmp_path / "missing") is None
+    interrupted(tmp_path / "step_1")
+    assert newest_complete_checkpoint(tmp_path) is None
