@@ -158,6 +158,20 @@ def test_example_of_generation() -> None:
     assert sorted(re.findall(r"^step \d, rank .*$", output, re.MULTILINE)) == answers
 
 
+def test_example_of_generation_in_another_process() -> None:
+    pytest.importorskip("transformers")
+    output, model = _run("refresh_generator.py"), _llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-5)
+    generator, answers = torch.Generator().manual_seed(1), []
+    for step in range(6):
+        starts = torch.randint(61, (4, 1), generator=generator)
+        _step(model, optimizer, (starts + torch.arange(12)).remainder(61))
+        if step % 3 == 2:
+            answer = model.generate(torch.arange(7, 10)[None], do_sample=False, max_new_tokens=6, pad_token_id=0)
+            answers.append(f"step {step}: {answer[0].tolist()}")
+    assert re.findall(r"^step \d: \[.*$", output, re.MULTILINE) == answers
+
+
 @pytest.mark.slow
 def test_example_of_adapters(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")

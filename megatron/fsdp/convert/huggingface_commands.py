@@ -65,7 +65,7 @@ def _dtype_option(default: str) -> Callable[[_Command], _Command]:
     )
 
 
-@command("export-safetensors", divided=True)
+@command("export-safetensors", divided=True, local=True)
 @directory("checkpoint")
 @directory("out")
 @click.option(
@@ -102,7 +102,7 @@ def export_safetensors(
     return Result(facts, facts | {"files": len(files)})
 
 
-@command("import-safetensors", divided=True)
+@command("import-safetensors", divided=True, local=True)
 @directory("folder")
 @directory("out")
 @click.option("--format", type=click.Choice([FSDP_DTENSOR, TORCH_DIST]), default=FSDP_DTENSOR, show_default=True)

@@ -18,6 +18,7 @@ from megatron.fsdp.buffers.parameter import ShardedParameter
 from megatron.fsdp.comm.backends import HOST
 from megatron.fsdp.dtensor.gathering import gather_full
 from megatron.fsdp.helpers.weak import weak_method
+from megatron.fsdp.state.loading import ignored_parameters
 
 if TYPE_CHECKING:
     from megatron.fsdp.module import ShardedModel
@@ -128,7 +129,8 @@ def _full_tensors(model: ShardedModel, dtype: torch.dtype | None) -> Iterator[tu
             whole = gather_full(param.main)  # type: ignore[arg-type]  # a Parameter that is a DTensor
             yield param.name, whole.to(HOST, dtype or param.compute.dtype).contiguous()
     persistent = model.module.state_dict().keys()
-    for name, buffer in model.module.named_buffers():
+    unsharded = {**ignored_parameters(model.module), **dict(model.module.named_buffers())}
+    for name, buffer in unsharded.items():
         if name in persistent:
             kept = dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype
             yield name, buffer.detach().to(HOST, kept).contiguous().clone()

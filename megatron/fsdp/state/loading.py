@@ -12,6 +12,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from megatron.fsdp.buffers.parameter import ShardedParameter
 from megatron.fsdp.dtensor.placements import local_slice
 from megatron.fsdp.dtensor.ragged_dtensor import is_sharded, local_shard, reduced, same_layout
+from megatron.fsdp.dtensor.unsupported import OWNER
 from megatron.fsdp.helpers.codes import check_values
 from megatron.fsdp.helpers.spelling import did_you_mean, shortened
 from megatron.fsdp.runtime.agreement import LOADED, Agreement, as_text, checksum, propagate_errors
@@ -58,9 +59,18 @@ def copy_shard(param: ShardedParameter, shard: torch.Tensor) -> None:
     torch._C._increment_version([param.main])  # the copy counts for the shard only; see Unit._set_versions
 
 
+def ignored_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters in a module that belong to no sharded model, by all of their names."""
+    found = module.named_parameters(remove_duplicate=False)
+    return {public_name(name): parameter for name, parameter in found if not hasattr(parameter, OWNER)}
+
+
 def unsharded_state(module: nn.Module) -> dict[str, torch.Tensor | nn.Module]:
-    """Return the unsharded entries of a module's state dict: persistent buffers, and modules that have extra state."""
-    state: dict[str, torch.Tensor | nn.Module] = {}
+    """Return the unsharded entries of a module's state dict.
+
+    These are ignored parameters, persistent buffers, and modules that have extra state.
+    """
+    state: dict[str, torch.Tensor | nn.Module] = {**ignored_parameters(module)}
     for path, owner in module.named_modules():
         prefix = public_name(f"{path}." if path else "")
         for name, buffer in owner.named_buffers(recurse=False):

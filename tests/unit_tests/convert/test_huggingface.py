@@ -14,9 +14,11 @@ from megatron.fsdp.checkpoint.lazy import LazyTensor, of
 from megatron.fsdp.convert.huggingface.config import from_config
 from megatron.fsdp.convert.huggingface.conversion import readable, to_huggingface, to_megatron
 from megatron.fsdp.convert.huggingface.folder import read_config, read_weights
+from megatron.fsdp.convert.huggingface.live import to_huggingface_names
 from megatron.fsdp.convert.huggingface.maps import ARCHITECTURES, links
 from megatron.fsdp.convert.huggingface.model import Attention, Model, Rope, Sizes
 from megatron.fsdp.convert.huggingface.rules import RULES, Context, dequantized
+from megatron.fsdp.naming.names import without_half
 from tests.huggingface_models import CASES, VOCABULARY, save, with_further_layer
 
 PADDED = 32
@@ -52,6 +54,25 @@ def test_round_trip_is_bit_identical(case: str, spec: str, tmp_path: Path) -> No
     tensors, model = imported(tmp_path, spec)
     assert tensors["embedding.word_embeddings.weight"].shape[0] == PADDED
     assert_equal(to_huggingface(tensors, model).tensors, files_of(tmp_path))
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("case", CASES)
+def test_parameters_of_a_live_model_get_the_same_names(case: str, spec: str, tmp_path: Path) -> None:
+    save(case, tmp_path)
+    tensors, model = imported(tmp_path, spec)
+    joined: dict[str, list[torch.Tensor]] = {}
+    for name, tensor in tensors.items():  # a live model has both halves of a gated layer in one parameter
+        joined.setdefault(without_half(name), []).append(tensor.whole())
+    convert = to_huggingface_names(model)
+    found = dict(pair for name, parts in joined.items() for pair in convert(name, torch.cat(parts)))
+    expected = files_of(tmp_path)
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+    assert not [name for name in set(expected) - set(found) if "embed_tokens" not in name and "head" not in name]
+    with pytest.raises(ValueError, match=r"other\.weight: expected a parameter of a .* model"):
+        convert("other.weight", torch.zeros(1))
+    with pytest.raises(ValueError, match=r"decoder.final_layernorm.weight: expected a part of shape"):
+        convert("decoder.final_layernorm.weight", torch.zeros(1))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -64,8 +64,7 @@ def _pad_vocabulary(parts: Sequence[LazyTensor], context: Context) -> LazyTensor
     """Append zero rows up to the padded vocabulary."""
     (tensor,), vocabulary = parts, context.model.sizes.vocabulary
     _expect_rows(tensor, vocabulary)
-    missing = context.padded_vocabulary - vocabulary
-    return cat([tensor, zeros((missing, *tensor.shape[1:]), tensor.dtype)]) if missing else tensor
+    return tensor.with_rows(context.padded_vocabulary)
 
 
 def _cut_vocabulary(tensor: LazyTensor, context: Context) -> list[LazyTensor]:
@@ -85,11 +84,6 @@ RULES = {
     "qkv": Rule(_fuse_qkv, _split_qkv),
     "vocabulary": Rule(_pad_vocabulary, _cut_vocabulary),
 }
-
-
-def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> LazyTensor:
-    """A lazy tensor of zeros."""
-    return LazyTensor(shape, dtype, lambda region: torch.zeros(region.sizes, dtype=dtype))
 
 
 def dequantized(tensor: LazyTensor, scales: LazyTensor, block: tuple[int, int]) -> LazyTensor:
