@@ -9,13 +9,13 @@ from megatron.fsdp.mcore import cpu
 
 cpu.enable()
 
+from megatron.fsdp.mcore.options import add_megatron_arguments  # noqa: E402
 from megatron.training import arguments  # noqa: E402
 
 
 def parser() -> argparse.ArgumentParser:
-    """Megatron's parser."""
-    made: argparse.ArgumentParser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    return made
+    """Megatron's parser, with the options that this project adds."""
+    return add_megatron_arguments(arguments.add_megatron_arguments, argparse.ArgumentParser(allow_abbrev=False))
 
 
 def read_for_fsdp() -> set[str]:

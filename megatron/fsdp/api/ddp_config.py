@@ -17,6 +17,8 @@ NOTHING_SHARDED = (
 # The settings that Megatron's configs have under another name. All others have one name.
 FLAGS = {
     "zero_dp_strategy": "data_parallel_sharding_strategy",
+    "expert_zero_dp_strategy": "expert_data_parallel_sharding_strategy",
+    "max_unsharded_units": "fsdp_buffer_count",
     "enable_fine_grained_param_gather": "megatron_fsdp_enable_fine_grained_param_gather",
     "use_decoupled_grad": "megatron_fsdp_use_decoupled_grad",
     "cuda_graph_mode": "megatron_fsdp_cuda_graph_mode",
@@ -93,10 +95,11 @@ def from_megatron(*configs: Any, **settings: Any) -> FSDPConfig:
         if field.init and (value := _first(configs, FLAGS.get(field.name, field.name))) is not None
     }
     values = {"mixed_precision_policy": policy_of(configs[0]), **found, **settings}
-    sharding = INNER[resolve_strategy(values["zero_dp_strategy"], argument=FLAGS["zero_dp_strategy"])]
+    given = [name for name in ("zero_dp_strategy", "expert_zero_dp_strategy") if name in values]
+    sharding = [INNER[resolve_strategy(values[name], argument=FLAGS[name])] for name in given]
     values["fsdp_double_buffer"] |= bool(_first(configs, "megatron_fsdp_max_pool_double_buffer"))
-    values["overlap_param_gather"] |= sharding.shards_parameters
-    values["overlap_grad_reduce"] |= sharding.shards_gradients
+    values["overlap_param_gather"] |= any(each.shards_parameters for each in sharding)
+    values["overlap_grad_reduce"] |= any(each.shards_gradients for each in sharding)
     return FSDPConfig(**values)
 
 

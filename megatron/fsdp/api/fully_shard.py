@@ -2,7 +2,7 @@
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -69,6 +69,12 @@ def fully_shard_model(
     fsdp_manual_registration: bool = False,
     offload_fraction: float = 1.0,
     sync_module_states: bool | None = None,
+    expert_zero_dp_strategy: str | int | None = None,
+    expert_outer_dp_sharding_strategy: str | int | None = None,
+    ignored_params: Collection[nn.Parameter] = (),
+    replicated_params: Collection[nn.Parameter] = (),
+    reshard_after_forward: int | None = None,
+    synchronous: bool = False,
 ) -> MegatronFSDP:
     """Shard a model's parameters, gradients and optimizer state over the data-parallel ranks.
 
@@ -179,6 +185,21 @@ def fully_shard_model(
         sync_module_states: Whether the first data-parallel rank gives its initial weights and buffers to the others.
             None: only if they differ, with a warning. True: always; the others may have them on the meta device. False:
             every rank keeps its shards of its own model.
+        expert_zero_dp_strategy: ``zero_dp_strategy`` of experts (see ``expt_device_mesh``). None: the same. Weights of
+            few experts per rank may stay unsharded while dense weights are sharded.
+        expert_outer_dp_sharding_strategy: ``outer_dp_sharding_strategy`` of experts. None: the same.
+        ignored_params: Parameters that stay as they are, as in FSDP2: neither moved nor sharded, and their gradients
+            are those of each rank. State dicts contain them.
+        replicated_params: Parameters that every rank keeps in full, such as small adapters: not sharded, and their
+            gradients are averaged as with DDP. That saves their all-gathers.
+        reshard_after_forward: With ZeRO-3, how many neighbouring ranks of ``dp_shard_dim`` hold a unit's weights
+            together from its forward to its backward, such as the GPUs of a node. The all-gather of backward then stays
+            among them, and each of *n* ranks keeps 1 / *n* of the compute weights. None or True: all ranks; 1 or False:
+            every rank keeps them in full.
+        synchronous: Look for the cause of a wrong result: turn off ``overlap_param_gather``, ``overlap_grad_reduce``,
+            ``fsdp_double_buffer``, ``nccl_ub`` and ``cuda_graph_mode`` at once. Compute then waits for every
+            collective, and no buffer is used twice. If the result stays wrong, look at the model first. So does the
+            environment variable ``MEGATRON_FSDP_SYNCHRONOUS=1``.
 
     Returns:
         The sharded model. Its ``parameters()`` are the main weights, for the optimizer.

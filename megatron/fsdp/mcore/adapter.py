@@ -5,13 +5,14 @@ import functools
 import logging
 import math
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron.core import parallel_state
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER
@@ -19,6 +20,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.ssm.mamba_context_parallel import MambaContextParallel
 from megatron.core.ssm.mamba_layer import MambaLayer
+from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import log_single_rank
@@ -27,16 +29,24 @@ from megatron.fsdp.api.index import FSDPDistributedIndex
 from megatron.fsdp.api.megatron_fsdp import MegatronFSDP
 from megatron.fsdp.comm.backends import compute_device
 from megatron.fsdp.config import FSDPConfig
+from megatron.fsdp.convert.huggingface.arguments import from_args
+from megatron.fsdp.convert.huggingface.live import to_huggingface_names
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron.fsdp.helpers.spelling import bare_name
 from megatron.fsdp.mcore.limits import Settings, adjust, check
+from megatron.fsdp.mcore.options import EXPERT_INSTANCES
+from megatron.fsdp.mcore.parameter_names import global_name
+from megatron.fsdp.mcore.resuming import megatron_arguments
 from megatron.fsdp.mcore.topology import make_index, mark_tensor_parallel
 from megatron.fsdp.optim.classes import looks_at
 from megatron.fsdp.optim.hooks import attach_at_first_use
 from megatron.fsdp.optim.local_step import LocalStep
+from megatron.fsdp.quantized.storage import drop_copies_after_forward
 from megatron.fsdp.runtime.engine import Engine, engines_of
 from megatron.fsdp.runtime.partition import UnitClasses, resolve_unit_classes
+from megatron.fsdp.runtime.unit import Unit
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
+from megatron.fsdp.state.full_weights import BUCKET, Convert
 from megatron.fsdp.state.loading import unsharded_state
 
 logger = logging.getLogger(__name__)
@@ -112,7 +122,8 @@ class WeightInstaller:
 
     def manual_buffer_registration(self) -> None:
         """Register the buffers with NCCL. With ``fsdp_manual_registration`` the loop calls this after one iteration."""
-        self._module.register_buffers()
+        if self._module.fsdp_config.nccl_ub:  # off with MEGATRON_FSDP_SYNCHRONOUS
+            self._module.register_buffers()
 
 
 class FullyShardedDataParallel(_BaseDataParallel):
@@ -147,7 +158,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
         adjust(settings)
         _follow_settings(module, config)
         device = compute_device(module, device)
-        index = make_index(pg_collection, device)
+        index = make_index(pg_collection, device, getattr(ddp_config, EXPERT_INSTANCES, None))
         if ddp_config.num_distributed_optimizer_instances > 1 and not index.use_hybrid_fsdp:
             raise ValueError(
                 f"num_distributed_optimizer_instances is {ddp_config.num_distributed_optimizer_instances}: expected a "
@@ -184,6 +195,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
             for name, value in marks.items():
                 setattr(param.main, name, value)
         _log_plan(sharded)
+        _warn_of_copies(sharded.engine.units, config)
 
     @property
     def mp_policy(self) -> MixedPrecisionPolicy:
@@ -304,6 +316,40 @@ class FullyShardedDataParallel(_BaseDataParallel):
         """Make replicas of main weights equal; see :meth:`MegatronFSDP.broadcast_params`. A collective."""
         self.module.broadcast_params()
 
+    def full_weights(
+        self,
+        bucket_bytes: int = BUCKET,
+        dtype: torch.dtype | None = None,
+        to_rank: int | None = None,
+        convert: Convert | None = None,
+        huggingface: bool = False,
+    ) -> Iterator[dict[str, torch.Tensor]]:
+        """Yield the full weights of this rank's pipeline stage in buckets; see :meth:`ShardedModel.full_weights`.
+
+        Names count the layers and experts of the whole model. The tensors of tensor- and expert-parallel ranks are
+        gathered as well.
+
+        Args:
+            bucket_bytes: Bytes of a bucket.
+            dtype: Dtype of the weights. None: that of compute weights.
+            to_rank: The only rank that gets them, one of this stage. None: all ranks.
+            convert: Converts each tensor.
+            huggingface: Give the tensors Hugging Face's names and layouts, by Megatron's arguments.
+
+        Raises:
+            NotImplementedError: ``huggingface``, and no architecture of its fits the arguments.
+            ValueError: ``huggingface``, and a parameter has no name there.
+        """
+        model: Any = self.module.module
+        model = model.module if isinstance(model, Float16Module) else model
+        if huggingface:
+            convert = to_huggingface_names(from_args(megatron_arguments()))
+        experts = parallel_state.get_expert_model_parallel_group(check_initialized=False)
+        several = experts if experts is not None and experts.size() > 1 else None
+        return self.module.full_weights(
+            bucket_bytes, dtype, to_rank, convert, lambda name: global_name(model, bare_name(name)), several
+        )
+
     # State -----------------------------------------------------------------------------------------------------
 
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
@@ -346,6 +392,20 @@ def _log_plan(sharded: ShardedModule) -> None:
             f"Megatron-FSDP: the optimizer of {sum(offloaded for _, offloaded in sizes)} of {len(units)} units is in "
             f"host memory, {share:.1%} of the parameters ({config.offload_fraction:.1%} requested)",
         )
+
+
+def _warn_of_copies(units: Sequence[Unit], config: TransformerConfig) -> None:
+    """Warn if layers keep 8-bit copies of plain weights from forward to backward."""
+    layers = [layer for unit in units if unit.gathers_twice for layer in unit.layers()] if config.fp8 else []
+    if not (kept := drop_copies_after_forward(layers)):
+        return
+    numel = sum(p.numel() for layer in kept for p in layer.parameters(recurse=False) if p.dim() > 1)
+    text = (
+        f"Megatron-FSDP: with FP8, {', '.join(sorted({type(layer).__name__ for layer in kept}))} may keep copies of "
+        f"their weights from forward to backward, up to {2 * numel:,} bytes per rank. Use --fp8-param-gather, or "
+        "recompute the layers (--recompute-granularity full). Transformer Engine 2.15 and later keep fewer."
+    )
+    log_single_rank(logger, logging.WARNING, text)
 
 
 def largest_unit(module: nn.Module, units: UnitClasses) -> int:

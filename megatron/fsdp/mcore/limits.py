@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from megatron.fsdp.api.ddp_config import NOTHING_SHARDED
-from megatron.fsdp.checkpoint.reader import REMOTE
+from megatron.fsdp.checkpoint.storage import REMOTE
+from megatron.fsdp.mcore.options import EXPERT_INSTANCES, EXPERTS, added
 from megatron.fsdp.sharding.strategy import INNER
 
 logger = logging.getLogger(__name__)
@@ -106,10 +107,24 @@ class Adjustment(Rule):
     value: Any
 
 
+def _several_instances(settings: Settings) -> bool:
+    return any((settings[name] or 1) > 1 for name in ("num_distributed_optimizer_instances", EXPERT_INSTANCES))
+
+
+def _lacks_buffers(settings: Settings) -> bool:
+    pools = ("fsdp_double_buffer", "nccl_ub", "megatron_fsdp_max_pool_double_buffer")
+    count = settings["fsdp_buffer_count"]
+    return count not in (None, 2) and (count < 2 or not any(settings[name] for name in pools))
+
+
 def _makes_gtp_groups() -> bool:
     from megatron.core import parallel_state
 
     return hasattr(parallel_state, "_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT")
+
+
+def _is_given(name: str, condition: Condition) -> Condition:
+    return lambda s: s[name] is not None and condition(s)
 
 
 def _is_false(name: str, condition: Condition = lambda s: True) -> Condition:
@@ -137,6 +152,16 @@ def _narrows(settings: Settings) -> bool:
     return clips and dtype not in ("fp32", torch.float32)
 
 
+def _warms_up_too_long(settings: Settings) -> bool:
+    """Whether the learning rate would not reach its maximum before the end of its decay."""
+
+    def too_long(unit: str) -> bool:
+        steps = settings[f"lr_decay_{unit}"] or settings[f"train_{unit}"]
+        return bool(steps) and (settings[f"lr_warmup_{unit}"] or 0) >= steps
+
+    return too_long("iters") or too_long("samples")
+
+
 _NOT_WITH_MUON = ("fp16", "use_precision_aware_optimizer", "optimizer_cpu_offload")
 
 LIMITS: tuple[Limit, ...] = (
@@ -157,6 +182,12 @@ LIMITS: tuple[Limit, ...] = (
         "SOAP and adaptive Muon, which keep statistics of full matrices, Lion and SGD",
         "Set optimizer (--optimizer) to adam or muon.",
         lambda s: s["optimizer"] not in (None, "adam", *MUON),
+    ),
+    Limit(
+        "lr_warmup_iters or lr_warmup_samples not below the end of the decay",
+        "Megatron expects the warm-up of the learning rate to end before its decay, by default the end of the run.",
+        "Shorten the warm-up, or give --lr-decay-iters (--lr-decay-samples) of the full run to a shorter one.",
+        condition=_warms_up_too_long,
     ),
     Limit(
         "optimizer_offload_fraction below 0 or above 1",
@@ -188,6 +219,12 @@ LIMITS: tuple[Limit, ...] = (
         condition=lambda s: (
             bool(s["overlap_moe_expert_parallel_comm"]) and bool(s["fsdp_double_buffer"] or s["nccl_ub"])
         ),
+    ),
+    Limit(
+        "fsdp_buffer_count below 2 or without fsdp_double_buffer",
+        "It is the number of buffers that units use in turn.",
+        "Set it to 2 or more, with fsdp_double_buffer (--fsdp-double-buffer).",
+        condition=_lacks_buffers,
     ),
     _not_yet(
         "cuda_graph_impl full_iteration with overlap_moe_expert_parallel_comm",
@@ -256,7 +293,7 @@ LIMITS: tuple[Limit, ...] = (
         "create_all_gather_group with several optimizer instances",
         "a second group for all-gathers, since weights are all-gathered within one optimizer instance",
         "Leave create_all_gather_group off.",
-        lambda s: bool(s["create_all_gather_group"]) and (s["num_distributed_optimizer_instances"] or 1) > 1,
+        lambda s: bool(s["create_all_gather_group"]) and _several_instances(s),
     ),
     _not_yet(
         "cuda_graph_impl other than none or full_iteration",
@@ -278,7 +315,8 @@ def _transformer_engine_fits() -> bool:
 
 
 def _shards(kind: str) -> Condition:
-    return lambda s: bool(getattr(INNER.get(s["data_parallel_sharding_strategy"]), f"shards_{kind}", False))
+    names = ("data_parallel_sharding_strategy", "expert_data_parallel_sharding_strategy")
+    return lambda s: any(getattr(INNER.get(s[name]), f"shards_{kind}", False) for name in names)
 
 
 def _quantizes(settings: Settings) -> bool:
@@ -370,9 +408,15 @@ IGNORED: tuple[Rule, ...] = (
     Rule(
         "outer_dp_sharding_strategy with one optimizer instance",
         "it applies to several optimizer instances (num_distributed_optimizer_instances)",
-        condition=lambda s: (
-            s["outer_dp_sharding_strategy"] not in (None, "no_shard") and s["num_distributed_optimizer_instances"] == 1
-        ),
+        condition=lambda s: s["outer_dp_sharding_strategy"] not in (None, "no_shard") and not _several_instances(s),
+    ),
+    *(
+        Rule(
+            f"{name} with one expert-parallel rank",
+            "Megatron marks experts only with expert parallelism (expert_model_parallel_size)",
+            condition=_is_given(name, lambda s: (s["expert_model_parallel_size"] or 1) == 1),
+        )
+        for name in EXPERTS
     ),
     Rule("enable_full_sharding_in_hsdp", "the setting for that is outer_dp_sharding_strategy optim"),
     Rule(
@@ -400,6 +444,7 @@ IGNORED: tuple[Rule, ...] = (
         )
         for name in ("exp_avg_dtype", "exp_avg_sq_dtype")
     ),
+    Rule("ckpt_drop_redundant_extra_state", "checkpoints of the format fsdp_dtensor have no extra state"),
     Rule("disable_symmetric_registration without nccl_ub", _REGISTERED),
     Rule(
         "torch_fsdp2_reshard_after_forward",
@@ -457,6 +502,9 @@ def validate_args(original: Callable[..., Any], args: Any, *rest: Any, **kwargs:
     that Muon needs.
     """
     if not getattr(args, "use_megatron_fsdp", False):
+        given = [f"--{name.replace('_', '-')}" for name in sorted(added) if getattr(args, name, None)]
+        if given:
+            raise ValueError(f"{', '.join(given)}: expected --use-megatron-fsdp, which alone reads it here; got DDP.")
         return original(args, *rest, **kwargs)
     settings = Settings(args)
     check(settings)

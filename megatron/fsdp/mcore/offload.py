@@ -10,18 +10,9 @@ from typing import Any
 
 import torch
 
-from megatron.fsdp.api.ddp_config import FLAGS
 from megatron.fsdp.comm.backends import is_on_host, runs_ahead
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard, make_like
 from megatron.fsdp.runtime.engine import Engine, engines_of
-
-
-def get_megatron_ddp_config(original: Callable[..., Any], args: Any) -> Any:
-    """Build the wrapper's settings, with the optimizer's settings of offloading."""
-    config = original(args)
-    for name in (FLAGS["offload_optimizer"], FLAGS["offload_fraction"]):
-        setattr(config, name, getattr(args, name))
-    return config
 
 
 def build_optimizer(original: Callable[..., Any], params: Iterable[dict[str, Any]], **settings: Any) -> Any:

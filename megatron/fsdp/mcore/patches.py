@@ -106,9 +106,29 @@ MEGATRON = Patches(
         ),
         # The command line, and building the model.
         _patch(
+            "megatron.training.arguments:add_megatron_arguments",
+            "lacks options for experts in the versions before they were added",
+            "options:add_megatron_arguments",
+        ),
+        _patch(
             "megatron.training.arguments:validate_args",
             "does not check that settings work with this FSDP before memory is allocated",
             "limits:validate_args",
+        ),
+        # The beginning and the end of a run.
+        _patch(
+            "megatron.training.training:initialize_megatron",
+            "leaves the file in which an earlier run has said how it ended",
+            "ending:initialize",
+        ),
+        *(
+            _patch(
+                f"megatron.training.{module}:DistributedSignalHandler",
+                "does not save at Ctrl-C",
+                "ending:SignalHandler",
+                Kind.VALUE,
+            )
+            for module in ("global_vars", "datasets.data_samplers")
         ),
         _patch(
             "megatron.training.training:get_model",
@@ -181,8 +201,8 @@ MEGATRON = Patches(
         # The optimizer in host memory.
         _patch(
             "megatron.training.training:get_megatron_ddp_config",
-            "does not tell the wrapper that the optimizer is offloaded to the CPU",
-            "offload:get_megatron_ddp_config",
+            "does not tell the wrapper that the optimizer is offloaded to the CPU, and how experts are sharded",
+            "options:get_megatron_ddp_config",
         ),
         _patch(
             "megatron.core.optimizer:HybridDeviceOptimizer",

@@ -4,7 +4,7 @@ Every pipeline stage and every expert-parallel rank has a separate mesh.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -67,6 +67,23 @@ class _Groups:
             ranks = ranks.view(self.outer.size(), self.inner.size(), -1)
         return DeviceMesh.from_group(list(axes.values()), device_type, mesh=ranks, mesh_dim_names=tuple(axes))
 
+    def with_outer(self) -> "_Groups":
+        """The same groups with an outer axis, of this rank alone if there is none."""
+        return self if self.outer is not None else replace(self, outer=_or_alone(None, self.dp_group))
+
+    def divided_into(self, instances: int) -> "_Groups":
+        """The same ranks in a different number of optimizer instances, each of neighbours as in Megatron."""
+        ranks = dist.get_process_group_ranks(self.dp_group)
+        size, rest = divmod(len(ranks), instances)
+        if rest or instances < 1:
+            raise ValueError(
+                f"expert_num_distributed_optimizer_instances: expected a divisor of {len(ranks)}, the number of "
+                f"data-parallel ranks of experts; got {instances}."
+            )
+        number, place = divmod(self.dp_group.rank(), size)
+        inner = new_group(ranks[number * size : (number + 1) * size], self.dp_group, "experts_inner")
+        return replace(self, inner=inner, outer=new_group(ranks[place::size], self.dp_group, "experts_outer"))
+
     def same_ranks(self, other: "_Groups") -> bool:
         """Whether both consist of the same ranks."""
         pairs = (self.tensor, other.tensor), (self.inner, other.inner), (self.dp_group, other.dp_group)
@@ -110,16 +127,20 @@ def mark_tensor_parallel(module: nn.Module, index: FSDPDistributedIndex) -> None
             setattr(module.get_parameter(name), SECTIONS, tuple(rows // ranks for _, rows in layout.sections))
 
 
-def make_index(groups: ProcessGroupCollection | None, device: torch.device) -> FSDPDistributedIndex:
+def make_index(
+    groups: ProcessGroupCollection | None, device: torch.device, expert_instances: int | None = None
+) -> FSDPDistributedIndex:
     """Build the index of the axes over which a model chunk is sharded. A collective over all ranks.
 
     Args:
         groups: Process groups. None: those of ``megatron.core.parallel_state``. Without ``tp`` there is no tensor
             parallelism.
         device: The device on which the model computes.
+        expert_instances: The number of optimizer instances for experts. None: that for dense parameters.
 
     Raises:
-        ValueError: The group ``dp_cp`` is missing, or a group for all-gathers has other ranks than the inner axis.
+        ValueError: The group ``dp_cp`` is missing, a group for all-gathers has other ranks than the inner axis, or the
+            data-parallel ranks of experts cannot be divided into ``expert_instances``.
     """
     if groups is None:
         groups = ProcessGroupCollection.use_mpu_process_groups(list(_NEEDED))
@@ -132,6 +153,10 @@ def make_index(groups: ProcessGroupCollection | None, device: torch.device) -> F
     if groups.expt_dp is not None:
         inner = groups.expt_dp if outer is None else groups.intra_expt_dp
         experts = _Groups(_or_alone(groups.expt_tp, groups.expt_dp), inner, groups.expt_dp, outer)
+    if expert_instances not in (None, 1 if outer is None else outer.size()):
+        # The mesh of the other parameters has the same axes, where one instance is an outer axis of one rank.
+        dense, experts = dense.with_outer(), experts.divided_into(expert_instances)
+        outer = dense.outer
     apart = not experts.same_ranks(dense)
     index = FSDPDistributedIndex(
         dense.mesh(device.type),

@@ -190,6 +190,19 @@ def test_zero_centered_norms_start_as_the_others(kind: str) -> None:
     assert torch.equal(centered(x), plain(x))
 
 
+def test_selective_recomputation_has_the_same_gradients_without_transformer_engine() -> None:
+    recomputing = importlib.import_module("megatron.core.tensor_parallel").CheckpointWithoutOutput()
+    x, weight = (torch.randn(4, 4, requires_grad=True) for _ in range(2))
+    expected = torch.autograd.grad((torch.tanh(x).view(2, 8).view(4, 4) @ weight).sum(), [x, weight])
+    kept = recomputing.checkpoint(torch.tanh, x)
+    out = kept.view(2, 8).view(4, 4) @ weight
+    recomputing.discard_output_and_register_recompute(out)
+    assert kept.untyped_storage().nbytes() == 0
+    out.sum().backward()
+    for tensor, grad in zip((x, weight), expected, strict=True):
+        assert tensor.grad is not None and torch.equal(tensor.grad, grad)
+
+
 def importing_as(module: str) -> Callable[[str], Any]:
     """Return the import function of one of Megatron's modules."""
     namespace = vars(importlib.import_module(module))

@@ -9,9 +9,11 @@ import torch
 
 import tests.megatron_models as mm
 from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.fsdp import FSDPConfig
 from megatron.fsdp.mcore import FullyShardedDataParallel
 from megatron.fsdp.mcore.adapter import fsdp_config
-from megatron.fsdp.mcore.offload import build_optimizer, get_megatron_ddp_config
+from megatron.fsdp.mcore.offload import build_optimizer
+from megatron.fsdp.mcore.options import get_megatron_ddp_config
 from megatron.fsdp.runtime.partition import offloaded_units, parameters_of, partition
 from tests.models import STRATEGIES, Block, TinyModel
 from tests.ranks import RankPool
@@ -79,7 +81,7 @@ def test_the_command_line_reaches_the_engine(ranks: RankPool) -> None:
 
 
 def test_units_up_to_the_fraction_are_offloaded() -> None:
-    root = partition(model := TinyModel(), parameters_of(model), (Block,), False)
+    root = partition(model := TinyModel(), parameters_of(model, FSDPConfig()), (Block,), False)
     sizes = [sum(math.prod(param.local_shape) for param in part.params) for part in root.walk()]
     total = sum(sizes)
     assert offloaded_units(root, 1.0) == set(range(len(sizes)))

@@ -1,7 +1,9 @@
 """The flags that the documentation names exist, and those that the tables of limits.py do not have reach the engine."""
 
+import argparse
 import dataclasses
 import re
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,9 +12,11 @@ import pytest
 import tests.megatron_models as mm
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
+from megatron.fsdp.mcore import options
 from megatron.fsdp.mcore.adapter import fsdp_config, largest_unit, units_of
 from megatron.fsdp.mcore.limits import Settings, adjust, validate_args
 from megatron.fsdp.mcore.statistics import get_megatron_optimizer
+from megatron.training import arguments
 from scripts import flag_table
 from tests.ranks import ROOT, RankPool
 
@@ -21,10 +25,12 @@ def test_what_megatron_reads_where_fsdp_is_on() -> None:
     assert "check_weight_hash_across_dp_replicas_interval" in flag_table.read_for_fsdp()
 
 
-# Of torchrun, srun, the doctor, verify and the tools for checkpoints, and Megatron's own name for --use-nccl-ub.
+# Of torchrun, srun, sbatch, the doctor, verify, the tools for checkpoints and this project's pretrain_gpt.py, and
+# Megatron's own name for --use-nccl-ub.
 OTHERS = set(
     """--nproc-per-node --tee --rdzv-endpoint --requeue --container-image --container-mounts --world-size --ranks --gpu
-    --device-memory --json --no-verify --exit-code --config --param-to-param-group-map-json --to --nccl-ub""".split()
+    --device-memory --json --no-verify --exit-code --config --param-to-param-group-map-json --to --nccl-ub
+    --fsdp-synchronous --shutdown-timeout --signal --script""".split()
 )
 
 
@@ -37,6 +43,38 @@ def test_megatrons_flags_in_the_pages_exist() -> None:
         # Names in code, without placeholders such as `--muon-...`. Two pages have options of their own commands.
         named = set(re.findall(r"`(--[a-z0-9-]*[a-z0-9])(?![a-z0-9-])", page.read_text()))
         assert page.name in ("doctor.md", "verify.md") or not named - known - OTHERS, page
+
+
+def _parser(original: Callable[..., Any] = arguments.add_megatron_arguments) -> argparse.ArgumentParser:
+    return options.add_megatron_arguments(original, argparse.ArgumentParser(allow_abbrev=False))
+
+
+def test_options_of_later_versions_reach_the_wrapper() -> None:
+    words = (
+        "--expert-num-distributed-optimizer-instances 2 --expert-outer-dp-sharding-strategy optim --fsdp-buffer-count 3"
+    )
+    # Of a version that has the first option, too.
+    newer = argparse.ArgumentParser(allow_abbrev=False)
+    newer.add_argument(words.split()[0], type=int)
+    for original in (arguments.add_megatron_arguments, lambda parser: newer):
+        parsed = _parser(original).parse_args([*words.split(), "--fsdp-buffer-count", "3"])
+        config = options.get_megatron_ddp_config(lambda args: DistributedDataParallelConfig(), parsed)
+        assert [getattr(config, name) for name in options.EXPERTS] == [None, "optim", 2]
+        config.fsdp_double_buffer, config.data_parallel_sharding_strategy = True, "optim_grads"
+        found = fsdp_config(mm.transformer_config(), config)
+        assert (found.max_unsharded_units, found.expert_outer_dp_sharding_strategy) == (3, "optim")
+
+
+def test_options_of_later_versions_are_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    given, plain = _parser().parse_args([]), arguments.add_megatron_arguments(argparse.ArgumentParser()).parse_args([])
+    assert vars(given).keys() == vars(plain).keys(), "Megatron's configs would take what was not given"
+    for option in options.LATER:
+        with pytest.raises(SystemExit):
+            _parser().parse_args([option, "1"])
+        assert f"{option}: expected an option of megatron-core" in capsys.readouterr().err
+    args = SimpleNamespace(use_megatron_fsdp=False, fsdp_buffer_count=3)
+    with pytest.raises(ValueError, match="--fsdp-buffer-count: expected --use-megatron-fsdp"):
+        validate_args(lambda args: None, args)
 
 
 # What Megatron-Core's FSDP does with this size: prefetch until half of it is in flight, and reduce at most all of it.

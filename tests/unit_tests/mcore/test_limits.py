@@ -28,6 +28,7 @@ from megatron.fsdp.mcore.limits import (
     check,
     validate_args,
 )
+from megatron.fsdp.mcore.options import EXPERTS, OPTIONS
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
 from megatron.training.arguments import add_megatron_arguments
 from scripts import limit_table
@@ -35,6 +36,7 @@ from scripts import limit_table
 # One value for each row at which it applies.
 BROKEN: dict[str, dict[str, Any]] = {
     "cuda_graph_impl other than none or full_iteration": {"cuda_graph_impl": "local"},
+    "fsdp_buffer_count below 2 or without fsdp_double_buffer": {"fsdp_buffer_count": 3},
     "create_all_gather_group with several optimizer instances": {
         "create_all_gather_group": True,
         "num_distributed_optimizer_instances": 2,
@@ -44,6 +46,7 @@ BROKEN: dict[str, dict[str, Any]] = {
         "optimizer": "muon",
         "fp16": True,
     },
+    "lr_warmup_iters or lr_warmup_samples not below the end of the decay": {"train_iters": 20, "lr_warmup_iters": 20},
     "optimizer_offload_fraction below 0 or above 1": {"optimizer_offload_fraction": 2.0},
     "muon_scalar_optimizer lion": {"optimizer": "muon", "muon_scalar_optimizer": "lion"},
     "save_wgrads_interval": {"save_wgrads_interval": 10},
@@ -91,6 +94,11 @@ def test_each_limit_is_an_error_that_says_what_to_do(limit: limits.Limit) -> Non
     ("words", "refused"),
     [
         ("--save msc://bucket/run", "save or load on object storage"),
+        ("--train-iters 20 --lr-warmup-iters 100", "lr_warmup_iters or lr_warmup_samples"),
+        ("--train-iters 20 --lr-decay-iters 101 --lr-warmup-iters 100", ""),
+        ("--train-iters 100 --lr-decay-iters 20 --lr-warmup-iters 20", "lr_warmup_iters or lr_warmup_samples"),
+        ("--train-samples 20 --lr-warmup-samples 20", "lr_warmup_iters or lr_warmup_samples"),
+        ("--train-samples 20 --lr-warmup-fraction 0.5", ""),
         ("--load s3://bucket/run", "save or load on object storage"),
         ("--pretrained-checkpoint gs://bucket/run", "save or load on object storage"),
         ("--save /mnt/bucket/run --load runs/s3", ""),
@@ -214,12 +222,17 @@ ASKED_FOR: dict[str, dict[str, Any]] = {
         "suggested_communication_unit_size": 1_000_000,
         "fsdp_double_buffer": True,
     },
+    "ckpt_drop_redundant_extra_state": {"ckpt_drop_redundant_extra_state": True},
     "num_buckets": {"ddp_num_buckets": 4},
     "bucket_size": {"ddp_bucket_size": 40_000_000},
     "gradient_reduce_div_fusion": {"gradient_reduce_div_fusion": False},
     "outer_dp_sharding_strategy with one optimizer instance": {
         "outer_dp_sharding_strategy": "optim",
         "num_distributed_optimizer_instances": 1,
+    },
+    **{
+        f"{name} with one expert-parallel rank": {name: value, "expert_model_parallel_size": 1}
+        for name, value in zip(EXPERTS, ("optim", "optim", 2), strict=True)
     },
     "overlap_cpu_optimizer_d2h_h2d with optimizer_cpu_offload": {
         "overlap_cpu_optimizer_d2h_h2d": True,
@@ -337,7 +350,7 @@ def test_megatrons_settings_map_to_the_engines() -> None:
     settings = {field.name: field.default for field in dataclasses.fields(FSDPConfig) if field.init}
     megatrons = names(DistributedDataParallelConfig) | names(TransformerConfig)
     assert FLAGS.keys() <= settings.keys() | names(MixedPrecisionPolicy)
-    assert set(FLAGS.values()) <= megatrons | names(OptimizerConfig)
+    assert set(FLAGS.values()) <= megatrons | names(OptimizerConfig) | OPTIONS.keys()
     # A setting that has the same name in Megatron needs no row.
     assert not FLAGS.keys() & megatrons
     for name, default in settings.items():

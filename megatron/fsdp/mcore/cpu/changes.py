@@ -228,6 +228,7 @@ def _megatron(target: str, reason: str, replacement: str, kind: Kind = Kind.AROU
 
 _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 _ATTENTION = "megatron.core.transformer.dot_product_attention:DotProductAttention"
+_RECOMPUTATION = "megatron.core.tensor_parallel.random"
 _NOTHING = "cuda_stand_in:nothing"
 
 MEGATRON = Patches(
@@ -293,6 +294,17 @@ MEGATRON = Patches(
             "megatron.core.tensor_parallel.mappings:reduce_from_tensor_model_parallel_region",
             "returns a view if there is one rank, to which experts with biases cannot add; other layers need CUDA",
             "replacements:reduce_over_several",
+        ),
+        _megatron(
+            f"{_RECOMPUTATION}:CheckpointWithoutOutput.__init__",
+            "reads Transformer Engine's FP8 state for norms and activations, whether or not there is FP8",
+            "replacements:recompute_unquantized",
+        ),
+        _megatron(
+            f"{_RECOMPUTATION}:_get_share_storage",
+            "compiles a C++ extension on each rank during the first backward; a copy costs less on a CPU",
+            "replacements:storage_copier",
+            Kind.VALUE,
         ),
         _megatron(
             "megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu",

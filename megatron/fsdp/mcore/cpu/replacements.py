@@ -50,6 +50,23 @@ def compile_if_missing(original: Callable[[], None]) -> None:
         original()
 
 
+def recompute_unquantized(original: Callable[..., None], self: Any, fp8: Any = None) -> None:
+    """Recompute without Transformer Engine's FP8 state. Megatron takes its own default, False, for a format."""
+    original(self, None)
+
+
+def storage_copier() -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """Return the function that gives an output, whose memory was freed, its recomputed values."""
+
+    def copy_storage(output: torch.Tensor, recomputed: torch.Tensor) -> None:
+        source = recomputed.untyped_storage()
+        # On a storage, no version is counted: autograd has saved the output and its views.
+        output.untyped_storage().resize_(source.nbytes())
+        output.untyped_storage().copy_(source)
+
+    return copy_storage
+
+
 def on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     """Convert a tensor to NumPy if asked to; it is on the CPU already."""
     return tensor.numpy() if as_numpy and hasattr(tensor, "numpy") else tensor

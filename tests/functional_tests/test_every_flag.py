@@ -1,0 +1,34 @@
+"""Each flag of Megatron that touches data parallelism trains as with Megatron's DDP, or is refused by name."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from scripts import try_flags
+from tests.launch import python
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="several ranks over gloo; Megatron runs on CUDA here")
+
+
+@pytest.mark.merge
+@pytest.mark.parametrize(
+    ("dest", "fragment", "state"),
+    [
+        ("clip_grad", "--clip-grad 0.5", "works"),
+        ("ddp_num_buckets", "--ddp-num-buckets 2", "no effect"),
+        ("use_sharp", "--use-sharp --sharp-enabled-group dp", "refused"),
+        # Taken for a flag of FSDP alone, so that DDP runs without it.
+        ("fsdp_lr", "--lr 5e-3", "DIFFERS"),
+        ("fsdp_heads", "--num-attention-heads 5", "ERROR"),
+    ],
+)
+def test_states(dest: str, fragment: str, state: str, tmp_path: Path) -> None:
+    assert try_flags.try_flag("--flag", dest, fragment, str(tmp_path)).state == state
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_every_flag(tmp_path: Path) -> None:
+    ended = python("scripts/try_flags.py", "--markdown", tmp_path / "flags.md", timeout=3500)
+    assert ended.returncode == 0, (tmp_path / "flags.md").read_text() + ended.stderr[-2000:]

@@ -1,0 +1,109 @@
+"""Experts may be sharded by strategies and over instances of their own; training stays that of the unsharded model."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from megatron.fsdp import FSDPConfig
+from megatron_fsdp import fully_shard_model
+from tests.models import DEVICE, Block, TinyModel, adamw, assert_same_training, batches, device, logged
+from tests.ranks import RankPool
+
+AXES = {"dp_shard_dim": "shard", "dp_outer_dim": "outer"}
+
+
+class Mixture(Block):
+    """A unit with dense parameters and two experts, which every rank has."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        return x + sum(torch.tanh(expert(x)) for expert in self.experts)
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(5)
+    model = TinyModel()
+    for i in range(2):
+        model.blocks[i] = Mixture(13)
+    return model
+
+
+def _meshes(dense: tuple[int, int], experts: tuple[int, int]) -> dict[str, Any]:
+    """Data-parallel axes (outer, inner), of the same ranks for both kinds of parameters."""
+    meshes = [init_device_mesh(DEVICE, shape, mesh_dim_names=("outer", "shard")) for shape in (dense, experts)]
+    return {"device_mesh": meshes[0], "expt_device_mesh": meshes[1], **AXES}
+
+
+def _trains(dense: tuple[int, int], experts: tuple[int, int], strategies: dict[str, Any]) -> list[tuple[float, bool]]:
+    """Train; returns of dense parameters and of experts the share of the main weights that this rank holds, and whether
+    it keeps full compute weights.
+    """
+    arguments = {**_meshes(dense, experts), **strategies}
+    sharded = assert_same_training(
+        _model(), batches(3, dense[0] * dense[1]), adamw, fsdp_unit_modules=[Block], **arguments
+    )
+    groups = {group.params[0].key.expert: group for group in sharded.engine.units[1].groups}
+    both = [groups[expert] for expert in (False, True)]
+    return [(group.weights.main.numel() / group.layout.numel, not group.weights.temporary) for group in both]
+
+
+CASES = {
+    "dense HSDP, experts ZeRO-3": ((2, 2), (1, 4), {}, (1 / 2, 1 / 4)),
+    "dense ZeRO-3, experts HSDP": ((1, 4), (2, 2), {}, (1 / 4, 1 / 2)),
+    "dense hybrid, experts HSDP": (
+        (2, 2),
+        (2, 2),
+        {"outer_dp_sharding_strategy": 1, "expert_outer_dp_sharding_strategy": 0},
+        (1 / 4, 1 / 2),
+    ),
+    "both hybrid": ((2, 2), (4, 1), {"outer_dp_sharding_strategy": 1}, (1 / 4, 1 / 4)),
+    "dense hybrid, experts replicated": (
+        (2, 2),
+        (1, 4),
+        {"outer_dp_sharding_strategy": 1, "expert_outer_dp_sharding_strategy": 0, "expert_zero_dp_strategy": 0},
+        (1 / 4, 1),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_axes_of_their_own(ranks: RankPool, name: str) -> None:
+    dense, experts, strategies, shares = CASES[name]
+    for found in ranks.run(4, _trains, dense, experts, strategies):
+        assert tuple(share for share, _ in found) == shares
+
+
+@pytest.mark.parametrize(("dense", "expert"), [(3, 1), (1, 3), (3, 0), (2, 3), (0, 3)])
+def test_strategies_of_their_own(ranks: RankPool, dense: int, expert: int) -> None:
+    strategies = {"zero_dp_strategy": dense, "expert_zero_dp_strategy": expert}
+    for found in ranks.run(2, _trains, (1, 2), (1, 2), strategies):
+        assert found == [(1 / 2 if stage else 1, stage < 3) for stage in (dense, expert)]
+
+
+def test_strategies_are_inherited() -> None:
+    config = FSDPConfig(zero_dp_strategy=2, outer_dp_sharding_strategy=1)
+    assert config.sharding_of(True) == config.sharding_of(False)
+    own = FSDPConfig(zero_dp_strategy=2, outer_dp_sharding_strategy=1, expert_zero_dp_strategy=1)
+    assert own.expert_zero_dp_strategy == "optim" and own.sharding_of(True).outer == own.sharding.outer
+    with pytest.raises(ValueError, match="expert_zero_dp_strategy: expected 0 or 'no_shard'"):
+        FSDPConfig(expert_zero_dp_strategy="zero")
+    with pytest.raises(ValueError, match="Experts inherit both, unless expert_zero_dp_strategy"):
+        FSDPConfig(outer_dp_sharding_strategy=1, expert_zero_dp_strategy=0)
+
+
+def _without_experts() -> list[str]:
+    with logged() as texts:
+        fully_shard_model(TinyModel().to(device()), fsdp_unit_modules=[Block], expert_zero_dp_strategy=1)
+    return [text for text in texts if "expert_zero_dp_strategy" in text]
+
+
+def test_strategies_that_serve_no_parameter_are_named(ranks: RankPool) -> None:
+    first, second = ranks.run(2, _without_experts)
+    assert len(first) == 1 and not second
