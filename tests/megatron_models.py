@@ -80,13 +80,13 @@ def ddp_config(strategy: str | None = "optim_grads_params", **changes: Any) -> D
     return DistributedDataParallelConfig(**{**settings, **changes})
 
 
-def gpt(config: TransformerConfig, tied: bool = True) -> torch.nn.Module:
+def gpt(config: TransformerConfig, tied: bool = True, vocabulary: int | None = None) -> torch.nn.Module:
     """The unwrapped model, equal on all ranks; in a Float16Module if the config asks for bf16."""
     torch.manual_seed(7)
     model = GPTModel(
         config,
         get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm),
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary or VOCABULARY,
         max_sequence_length=SEQUENCE,
         share_embeddings_and_output_weights=tied,
     )

@@ -19,6 +19,8 @@ The rules, and where they come from:
    (NCCL_WIN_COLL_SYMMETRIC in NCCL's documentation of flags). A shard may be the rank's own slice of the full buffer,
    which is what NCCL calls an operation in place.
 8. A pool belongs to the device that is current when it is made (``MemPool::MemPool`` in c10/cuda).
+9. Small allocations share segments of 2 MiB, at offsets that depend on what was allocated and freed before
+   (``get_free_block`` in c10/cuda/CUDACachingAllocator.cpp): here ranks with odd numbers fill a segment from its end.
 
 Rules 1 and 3 to 6 are checked when the call is made, and 2 and 7 by :func:`assert_alike` on what all ranks recorded.
 """
@@ -39,6 +41,8 @@ from megatron.fsdp.comm.collectives import all_reduce
 from megatron.fsdp.comm.streams import CpuStream, Stream
 from tests.exchanges import wrapped
 
+_SEGMENT = 2 << 20
+
 
 class Event(NamedTuple):
     """A registration or a collective of one group.
@@ -56,13 +60,49 @@ class Event(NamedTuple):
     details: tuple[Any, ...]
 
 
+class Segment:
+    """Memory that the allocator has got from NCCL's, and the part of it that is free."""
+
+    def __init__(self, nbytes: int) -> None:
+        # NaN in every dtype: the content of new memory must not matter.
+        self.memory = torch.UntypedStorage(nbytes).fill_(255)
+        self.begin, self.end = 0, nbytes
+
+    def take(self, nbytes: int, from_end: bool) -> torch.UntypedStorage:
+        """Allocate a part. The first is always at the beginning."""
+        if from_end and self.begin:
+            self.end -= nbytes
+            return self.memory[self.end : self.end + nbytes]
+        self.begin += nbytes
+        return self.memory[self.begin - nbytes : self.begin]
+
+
 class Pool:
-    """A memory pool whose segments are the storages that were allocated in it."""
+    """A memory pool, whose segments are registered.
+
+    Attributes:
+        largest: The most bytes of one allocation.
+    """
 
     def __init__(self) -> None:
-        self.storages: list[torch.UntypedStorage] = []
+        self.segments: list[Segment] = []
+        self.largest = 0
         self.windows = False
         self.registered_with: list[str] = []
+
+    def snapshot(self) -> list[dict[str, int]]:
+        """As that of ``torch.cuda.MemPool``."""
+        return [{"address": each.memory.data_ptr(), "total_size": each.memory.nbytes()} for each in self.segments]
+
+    def allocate(self, nbytes: int) -> torch.UntypedStorage:
+        """Memory for ``nbytes``, rounded up to 512."""
+        self.largest = max(self.largest, nbytes)
+        size = -(-nbytes // 512) * 512
+        segment = next((each for each in self.segments if each.end - each.begin >= size), None)
+        if segment is None:
+            segment = Segment(-(-size // _SEGMENT) * _SEGMENT)
+            self.segments.append(segment)
+        return segment.take(size, from_end=dist.get_rank() % 2 == 1)[:nbytes]
 
 
 class Communicator:
@@ -78,11 +118,11 @@ class Communicator:
         name = self._check(pool)
         assert name in self._recorder.communicators, f"{name} has no communicator yet"
         assert name not in pool.registered_with, f"registered twice with {name}"
-        assert pool.storages, "nothing is allocated"
+        assert pool.segments, "nothing is allocated"
         pool.registered_with.append(name)
         pool.windows = symm
-        for storage in pool.storages:
-            self._recorder.note(self._group, "window" if symm else "local", storage.nbytes())
+        for segment in pool.segments:
+            self._recorder.note(self._group, "window" if symm else "local", segment.memory.nbytes())
 
     def deregister_mem_pool(self, pool: Pool) -> None:
         name = self._check(pool)
@@ -179,8 +219,7 @@ class Recorder:
                 assert not self.active.registered_with, "torch would register this segment on this rank alone"
                 storage = storage_of(result, *args)
                 if storage.nbytes():
-                    storage.fill_(255)  # NaN in every dtype: the content of new memory must not matter
-                    self.active.storages.append(storage)
+                    storage._swap_data_ptr_(self.active.allocate(storage.nbytes()))
             return result
 
         return allocate
@@ -223,11 +262,12 @@ class Recorder:
         return places
 
     def _place(self, tensor: torch.Tensor) -> tuple[int, int] | None:
-        """Window and offset of a tensor, or of the storage that stands for the window; None outside of all windows."""
+        """Window and offset of a tensor; None outside of all windows."""
         for pool in self.registered:
-            for number, storage in enumerate(pool.storages):
-                if pool.windows and storage.data_ptr() == tensor.untyped_storage().data_ptr():
-                    return number, int(tensor.storage_offset()) * tensor.element_size()
+            for number, segment in enumerate(pool.segments):
+                offset = tensor.data_ptr() - segment.memory.data_ptr()
+                if pool.windows and 0 <= offset < segment.memory.nbytes():
+                    return number, offset
         return None
 
 

@@ -6,6 +6,7 @@ freed or stale memory or write that of other ranks. Their arithmetic is real but
 
 import math
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import MethodType, ModuleType
@@ -116,6 +117,7 @@ class TransformerEngineBaseModule(nn.Module):
         self.param_init_meta: dict[str, _InitMeta] = {}
         self.quantizers = {"scaling_fwd": quantizers}
         self.primary_weights_in_fp8 = True
+        self.fp8_meta: dict[str, Any] = {}
         self.preserve_high_precision_init_val = preserve
 
     def register_parameter(self, name: str, param: Any, *init: Any) -> None:
@@ -239,6 +241,55 @@ def _initial(parameter: Any) -> Any:
 def _clear(parameter: Any) -> None:
     if hasattr(parameter, "_high_precision_init_val"):
         del parameter._high_precision_init_val
+
+
+class OlderCastingLinear(nn.Module):
+    """A linear layer with a plain weight under ``autocast``, of versions before 2.15; other layers today."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.fp8_meta: dict[str, Any] = {}
+        self.weight = nn.Parameter(torch.randn(outputs, inputs) / inputs**0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply by the quantized weight."""
+        result: torch.Tensor = _CastingLinear.apply(x, self.weight, getattr(self, "is_fsdp2", False))
+        return result
+
+
+class CastingLinear(OlderCastingLinear):
+    """As module/linear.py has it since version 2.15."""
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether FSDP2 shards the layer, as module/base.py finds out once."""
+        if not hasattr(self, "_is_fsdp2"):
+            self._is_fsdp2 = False
+        return self._is_fsdp2
+
+
+# The copies of weights that autograd keeps.
+workspaces: "weakref.WeakSet[torch.Tensor]" = weakref.WeakSet()
+
+
+def _workspace(weight: torch.Tensor) -> torch.Tensor:
+    made = weight.detach().to(torch.float8_e4m3fn)
+    workspaces.add(made)
+    return made
+
+
+class _CastingLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, is_fsdp2: bool) -> torch.Tensor:
+        cast = _workspace(weight)
+        ctx.save_for_backward(x, weight, None if is_fsdp2 else cast)
+        return x @ cast.to(x.dtype).t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        x, weight, cast = ctx.saved_tensors
+        cast = _workspace(weight) if cast is None else cast
+        return grad @ cast.to(grad.dtype), grad.flatten(0, -2).t() @ x.flatten(0, -2), None
 
 
 class _Linear(torch.autograd.Function):

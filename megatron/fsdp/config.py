@@ -1,15 +1,40 @@
 """The settings of a sharded model: one frozen dataclass, validated when it is created."""
 
+import os
+from collections.abc import Collection
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
 import torch
+from torch import nn
 
-from megatron.fsdp.helpers.arguments import check_type
+from megatron.fsdp.helpers.arguments import check_type, described
 from megatron.fsdp.sharding.layout import Granularity, parse_granularity
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
 from megatron.fsdp.sharding.strategy import INNER, OUTER, Sharding, resolve_strategy
+
+# The strategies of experts, and the tables of their values.
+OF_EXPERTS = {"expert_zero_dp_strategy": INNER, "expert_outer_dp_sharding_strategy": OUTER}
+# What the bools of FSDP2's argument mean as a number of ranks.
+_RESHARD = {"True": None, "False": 1}
+# Environment variable: "1" for ``synchronous`` in all models of the process.
+SYNCHRONOUS = "MEGATRON_FSDP_SYNCHRONOUS"
+_ASYNCHRONOUS = (
+    "overlap_param_gather",
+    "overlap_grad_reduce",
+    "fsdp_double_buffer",
+    "nccl_ub",
+    "fsdp_manual_registration",
+    "cuda_graph_mode",
+)
+
+
+def _is_on(variable: str) -> bool:
+    value = os.environ.get(variable, "")
+    if value not in ("", "0", "1"):
+        raise ValueError(f"{variable}: expected 0 or 1; got {value!r}.")
+    return value == "1"
 
 
 @dataclass(frozen=True)
@@ -29,6 +54,9 @@ class FSDPConfig:
         outer_dp_sharding_strategy: What is sharded over the ranks of ``dp_outer_dim``: 0 or ``"no_shard"`` replicates
             the shards of the inner axis (HSDP), 1 or ``"optim"`` shards main weights and optimizer state again (hybrid
             FSDP). Reads as the name. ``"optim"`` takes one more all-gather per step.
+        expert_zero_dp_strategy: ``zero_dp_strategy`` of experts (see ``expt_device_mesh``). None: the same. Weights of
+            few experts per rank may stay unsharded while dense weights are sharded.
+        expert_outer_dp_sharding_strategy: ``outer_dp_sharding_strategy`` of experts. None: the same.
         mixed_precision_policy: Dtypes of main weights, gradients and communication. A narrow ``grad_comm_dtype`` has
             less to send.
         init_model_with_meta_device: Accept parameters on the meta device and initialize them unit by unit: as recorded
@@ -93,7 +121,20 @@ class FSDPConfig:
         sync_module_states: Whether the first data-parallel rank gives its initial weights and buffers to the others.
             None: only if they differ, with a warning. True: always; the others may have them on the meta device. False:
             every rank keeps its shards of its own model.
+        ignored_params: Parameters that stay as they are, as in FSDP2: neither moved nor sharded, and their gradients
+            are those of each rank. State dicts contain them.
+        replicated_params: Parameters that every rank keeps in full, such as small adapters: not sharded, and their
+            gradients are averaged as with DDP. That saves their all-gathers.
+        reshard_after_forward: With ZeRO-3, how many neighbouring ranks of ``dp_shard_dim`` hold a unit's weights
+            together from its forward to its backward, such as the GPUs of a node. The all-gather of backward then stays
+            among them, and each of *n* ranks keeps 1 / *n* of the compute weights. None or True: all ranks; 1 or False:
+            every rank keeps them in full.
+        synchronous: Look for the cause of a wrong result: turn off ``overlap_param_gather``, ``overlap_grad_reduce``,
+            ``fsdp_double_buffer``, ``nccl_ub`` and ``cuda_graph_mode`` at once. Compute then waits for every
+            collective, and no buffer is used twice. If the result stays wrong, look at the model first. So does the
+            environment variable ``MEGATRON_FSDP_SYNCHRONOUS=1``.
         sharding: Where parameters, gradients and optimizer state live. Derived from the two strategies.
+        expert_sharding: The same of experts.
 
     Raises:
         ValueError: A value is unknown, or two settings exclude each other.
@@ -127,20 +168,39 @@ class FSDPConfig:
     max_reducing_units: int = 1
     fsdp_manual_registration: bool = False
     sync_module_states: bool | None = None
+    expert_zero_dp_strategy: str | int | None = None
+    expert_outer_dp_sharding_strategy: str | int | None = None
+    ignored_params: Collection[nn.Parameter] = field(default=(), repr=False)
+    replicated_params: Collection[nn.Parameter] = field(default=(), repr=False)
+    reshard_after_forward: int | None = None
+    synchronous: bool = False
     sharding: Sharding = field(init=False, repr=False)
+    expert_sharding: Sharding = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         inner = resolve_strategy(self.zero_dp_strategy)
         outer = resolve_strategy(self.outer_dp_sharding_strategy, OUTER, "outer_dp_sharding_strategy")
+        given = {name: value for name in OF_EXPERTS if (value := getattr(self, name)) is not None}
+        experts = {name: resolve_strategy(value, OF_EXPERTS[name], name) for name, value in given.items()}
         derived = {
+            **experts,
             "zero_dp_strategy": inner,
             "outer_dp_sharding_strategy": outer,
             "sharding": Sharding(INNER[inner], OUTER[outer]),
+            "expert_sharding": Sharding(
+                INNER[experts.get("expert_zero_dp_strategy", inner)],
+                OUTER[experts.get("expert_outer_dp_sharding_strategy", outer)],
+            ),
             # Registered and captured memory must stay where it is.
             "fsdp_double_buffer": self.fsdp_double_buffer or self.nccl_ub or self.cuda_graph_mode,
             # Ranks cannot compare flags inside a graph.
             "zero_unused_gradients": self.zero_unused_gradients or self.cuda_graph_mode,
+            "ignored_params": frozenset(self.ignored_params or ()),
+            "replicated_params": frozenset(self.replicated_params or ()),
+            "reshard_after_forward": _RESHARD.get(str(self.reshard_after_forward), self.reshard_after_forward),
         }
+        if self.synchronous or _is_on(SYNCHRONOUS):
+            derived |= {"synchronous": True, **dict.fromkeys(_ASYNCHRONOUS, False)}
         for name, value in derived.items():
             object.__setattr__(self, name, value)
         parse_granularity(self.shard_granularity)
@@ -157,7 +217,25 @@ class FSDPConfig:
             raise ValueError(f"offload_fraction: expected a number from 0 to 1; got {self.offload_fraction}.")
         if self.sync_module_states and self.init_model_with_meta_device:
             raise ValueError("sync_module_states=True takes values, and init_model_with_meta_device makes new ones.")
+        self._check_resharding()
         self._check_devices()
+
+    def _check_resharding(self) -> None:
+        number = self.reshard_after_forward
+        if number is None:
+            return
+        if not isinstance(number, int) or number < 1:
+            raise ValueError(f"reshard_after_forward: expected a number of ranks, or None; got {number!r}.")
+        if number > 1 and not self.sharding.inner.shards_parameters:
+            raise ValueError(
+                f"reshard_after_forward={number}: expected zero_dp_strategy=3; got {self.zero_dp_strategy!r}, with "
+                "which weights stay unsharded. Leave it out."
+            )
+        if number > 1 and self.fsdp_double_buffer:
+            raise ValueError(
+                f"reshard_after_forward={number} allocates memory in every forward, and the fixed buffers of "
+                "fsdp_double_buffer, nccl_ub and cuda_graph_mode are to avoid that. Leave one of them out."
+            )
 
     def _check_types(self) -> None:
         check_type(
@@ -173,6 +251,10 @@ class FSDPConfig:
             value = getattr(self, each.name, None)
             if kind in kinds and value is not None and not isinstance(value, kinds[kind]):
                 raise TypeError(f"{each.name}: expected {kind}; got {value!r}.")
+        for name in ("ignored_params", "replicated_params"):
+            for given in getattr(self, name):
+                if not isinstance(given, nn.Parameter):
+                    raise TypeError(f"{name}: expected parameters of the model; got {described(given)}.")
 
     def _check_devices(self) -> None:
         for name in ("nccl_ub", "cuda_graph_mode"):
@@ -182,8 +264,13 @@ class FSDPConfig:
     def with_full_weights(self) -> "FSDPConfig":
         """The same settings for a model without units: every rank keeps full compute weights."""
         copy = replace(self)
-        object.__setattr__(copy, "sharding", self.sharding.with_full_parameters)
+        for name in ("sharding", "expert_sharding"):
+            object.__setattr__(copy, name, getattr(self, name).with_full_parameters)
         return copy
+
+    def sharding_of(self, expert: bool) -> Sharding:
+        """Where parameters, gradients and optimizer state of experts, or of dense parameters, live."""
+        return self.expert_sharding if expert else self.sharding
 
     @cached_property
     def granularity(self) -> Granularity:

@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from megatron.fsdp.comm.collectives import AllGather, AllReduce, ReduceScatter
@@ -18,10 +19,12 @@ from megatron.fsdp.runtime.partition import UnitClasses, root_modules
 from megatron.fsdp.runtime.structure import reject_conversion
 from megatron.fsdp.sharding.mesh import MeshIndex
 from megatron.fsdp.state.export import adapt_pretrained
+from megatron.fsdp.state.full_weights import BUCKET, Convert, Options, full_weights
 from megatron.fsdp.state.loading import (
     NO_COPY,
     NO_PICKLE,
     hook_state_dict,
+    ignored_parameters,
     load,
     with_prefix,
 )
@@ -160,6 +163,42 @@ class ShardedModel(nn.Module):
         with torch.no_grad(), self.engine.unsharded():
             yield
 
+    def full_weights(
+        self,
+        bucket_bytes: int = BUCKET,
+        dtype: torch.dtype | None = None,
+        to_rank: int | None = None,
+        convert: Convert | None = None,
+        names: Callable[[str], str] | None = None,
+        expert_group: dist.ProcessGroup | None = None,
+    ) -> Iterator[dict[str, torch.Tensor]]:
+        """Yield all full weights, and then persistent buffers, in buckets: for inference while training.
+
+        The next bucket is gathered while the caller uses one, so memory grows by two buckets. A tied parameter comes
+        once, under its first name. All ranks iterate to the end, between steps.
+
+        Args:
+            bucket_bytes: Bytes of a bucket. A larger tensor has a bucket alone.
+            dtype: Dtype of the weights, to which they are cast before they are sent. None: that of compute weights.
+            to_rank: The only rank that gets them; others get empty buckets. None: all ranks.
+            convert: ``convert(name, tensor)`` returns pairs of names and tensors to yield instead, such as those of
+                Hugging Face.
+            names: Returns the name to yield for a parameter's name in this model. None: the same name.
+            expert_group: The expert-parallel ranks, if each has other experts. Then ``names`` has to return other names
+                on each of them.
+
+        Yields:
+            Tensors on the model's device, by name. They are valid until the next bucket is asked for: its memory is
+            that of the bucket before. To keep one, ``clone()`` it.
+
+        Raises:
+            ValueError: Ranks give other arguments, or ``to_rank`` does not hold the model.
+            NotImplementedError: Experts need ``expert_group``.
+            RuntimeError: Weights changed meanwhile, or tensors of an earlier bucket are still in use.
+        """
+        options = Options(bucket_bytes, dtype, to_rank, convert, names or str, expert_group)
+        return full_weights(self.engine, self.module, options)
+
     def register_buffers(self) -> None:
         """Register all communication buffers that exist now with NCCL. A collective, to be called between steps.
 
@@ -180,6 +219,11 @@ class ShardedModel(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, or fill those in ``.grad`` with zeros."""
         self.engine.clear_gradients(set_to_none)
+        for parameter in ignored_parameters(self.module).values():
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.zero_()
 
     # State -----------------------------------------------------------------------------------------------------
 

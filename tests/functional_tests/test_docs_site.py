@@ -48,6 +48,21 @@ COLORS = """selector => {
     return [numbers(style.color), numbers(getComputedStyle(ground).backgroundColor), parseFloat(style.fontSize)]
 }"""
 
+# Of a picture: texts that leave it, dark ones that lie on a colored box, and the size of the smallest on a phone.
+TEXTS = """() => {
+    const svg = document.documentElement, width = svg.viewBox.baseVal.width
+    const boxes = [...svg.querySelectorAll("rect")].slice(1).map(e => e.getBBox()).filter(b => b.height > 8)
+    const texts = [...svg.querySelectorAll("text")].map(e => ({box: e.getBBox(), element: e}))
+    const near = (at, size, other, length, slack) => at + slack < other + length && other < at + size - slack
+    const on = (a, b) => near(a.x, a.width, b.x, b.width, 0) && near(a.y, a.height, b.y, b.height, 4)
+    const dark = e => e.getAttribute("fill") !== "white"
+    const wrong = texts.filter(t => t.box.x < 0 || t.box.x + t.box.width > width
+        || dark(t.element) && boxes.some(b => on(t.box, b))
+        || texts.some(other => other !== t && on(t.box, other.box)))
+    const sizes = texts.map(t => parseFloat(getComputedStyle(t.element).fontSize) * 358 / width)
+    return [wrong.map(t => t.element.textContent), Math.min(...sizes)]
+}"""
+
 
 class Site(NamedTuple):
     """The site, served on this machine.
@@ -128,6 +143,23 @@ def test_every_page(site: Site) -> None:
     tab.close()
     assert len(found) > 20
     assert not problems, "\n".join(problems)
+
+
+def test_pictures_are_legible(site: Site) -> None:
+    """A phone shows a picture as wide as its screen; no text leaves it or lies on something else."""
+    tab, _ = opened(site)
+    drawn = sorted(path.name for path in (site.folder / "images").glob("*.svg"))
+    assert len(drawn) >= 9
+    for name in drawn:
+        tab.goto(f"{site.address}images/{name}")
+        wrong, size = tab.evaluate(TEXTS)
+        # The one that matplotlib draws has outlines in place of texts.
+        assert name == "memory_by_strategy.svg" or (wrong == [] and size > 9), (name, wrong, size)
+    tab.set_viewport_size(PHONE)
+    tab.goto(f"{site.address}guide/strategies.html")
+    widths = tab.evaluate("[...document.querySelectorAll('article img')].map(i => i.getBoundingClientRect().width)")
+    assert all(300 < width < PHONE["width"] for width in widths) and len(widths) == 2, widths
+    tab.close()
 
 
 def test_docstrings_are_rendered(site: Site) -> None:

@@ -40,6 +40,8 @@ class Setting(NamedTuple):
     optimizer: str = "sgd"
     groups: str = "all"  # "part": the head's parameters may be added later
     start: str = "same"  # "own": every rank builds another model
+    replicated: bool = False  # a block's first layer is full on every rank
+    within: bool = False  # pairs of ranks hold weights between forward and backward
     watch: bool = False  # compare all state after every step, not only in the end, though that synchronizes
     features: Features = Features()
 
@@ -47,7 +49,7 @@ class Setting(NamedTuple):
     def in_torch(self) -> bool:
         """Whether torch's FSDP2 can do the same."""
         same = self.strategy >= 2 and self.units != "none" and self.start == "same" and self.precision != "main"
-        return same and not self.double_buffer and self.sync_each and self.outer == 0
+        return same and not (self.double_buffer or self.replicated) and self.sync_each and self.outer == 0
 
     @property
     def mixed(self) -> bool:
@@ -73,10 +75,13 @@ class Setting(NamedTuple):
             odd = odd._replace(returns="tensor")
         if tp:
             changes |= {"precision": "fp64"}
-        elif self.mixed:
+        elif self.precision != "fp64":
+            # The gradient of a bias before a BatchNorm is a rounding error.
             odd = odd._replace(batchnorm=False)
-            changes |= {"optimizer": "sgd"}
+            changes |= {"optimizer": "sgd"} if self.mixed else {}
         changes |= {"features": odd}
+        pairs = self.ranks == 4 and not many and self.strategy == 3 and self.units != "none"
+        changes |= {"within": self.within and pairs and not (own and self.double_buffer)}
         return self._replace(**changes)
 
 
@@ -96,6 +101,8 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "optimizer": ("sgd", "momentum", "adamw"),
     "groups": ("all", "all", "part"),
     "start": ("same",) * 5 + ("own",),
+    "replicated": (False, False, True),
+    "within": (False, True),
     "watch": (False, True),
 }
 
@@ -156,6 +163,8 @@ def shard(net: Net, setting: Setting, place: Meshes, torchs: bool) -> tuple[Any,
     units: Any = {"none": None, "whole": []}.get(setting.units, [Block])
     compute = torch.bfloat16 if setting.precision == "bf16" else None
     main = torch.float32 if setting.precision == "main" else None
+    arguments["reshard_after_forward"] = 2 if setting.within else None
+    arguments["replicated_params"] = _replicated(net, setting)
     return fully_shard(
         net,
         make_optimizer(net, setting),
@@ -173,6 +182,10 @@ def shard(net: Net, setting: Setting, place: Meshes, torchs: bool) -> tuple[Any,
     )
 
 
+def _replicated(net: Net, setting: Setting) -> set[nn.Parameter]:
+    return set(net.blocks[0].up.parameters()) if setting.replicated else set()
+
+
 def _mark(net: Net, setting: Setting, place: Meshes, torchs: bool) -> None:
     api: Any
     if torchs:
@@ -180,6 +193,10 @@ def _mark(net: Net, setting: Setting, place: Meshes, torchs: bool) -> None:
     else:
         import megatron.fsdp.fsdp2 as api
     arguments: dict[str, Any] = {"mesh": place.data, "reshard_after_forward": setting.strategy == 3}
+    if not torchs:
+        arguments["replicated_params"] = _replicated(net, setting)
+    if setting.within:
+        arguments["reshard_after_forward"] = 2
     if setting.precision == "bf16":
         arguments["mp_policy"] = api.MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     if setting.offload:

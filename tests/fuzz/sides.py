@@ -28,6 +28,7 @@ class Side:
         losses: Losses whose backward has not run.
         old: Parameters listed before the model was sharded.
         kept: What steps leave for later ones: states, averages, handles of hooks.
+        copied: Whether a loss was computed with a copy of the weights.
     """
 
     plain = True
@@ -44,6 +45,7 @@ class Side:
         # Whether gradients may differ between ranks until the next synchronization.
         self.pending = False
         self.accumulating = False
+        self.copied = False
         self.add_model()
         torch.manual_seed(1000 + place.rank)
 
@@ -107,9 +109,10 @@ class Side:
     def written(self, hidden: bool = False) -> None:
         """Weights have changed. Forget losses whose backward only seems valid without sharding.
 
-        Autograd does not see writes through ``.data``, and the plain side of mixed precision saves casts of weights.
+        Autograd does not see writes through ``.data``, the plain side of mixed precision saves casts of weights, and
+        with ZeRO-0, a part that is called outside of its unit computes with a copy.
         """
-        if hidden or self.setting.mixed:
+        if hidden or self.setting.mixed or self.copied:
             self.losses.clear()
 
     @contextlib.contextmanager

@@ -143,6 +143,21 @@ class Checker:
                 self._compare(memory, write, [piece.write, *piece.reads.values()])
             self._space(memory).merge(memory.start, memory.end, write)
 
+    def free(self, memory: Range, owner: int, current: int, recorded: set[int]) -> None:
+        """Report accesses to memory that is freed by kernels that nothing has waited for.
+
+        Kernels of the owner come before those of its next use, and what the current stream has is waited for by every
+        task that a stream of the engine gets. All others must be waited for, or be recorded.
+        """
+        freed = Access(current, self._number, "free", True, tuple(_stack()))
+        for piece in self._pieces(memory):
+            for earlier in [piece.write, *piece.reads.values()]:
+                if earlier is not None and earlier.stream not in (HOST, owner, *recorded):
+                    ordered = any(
+                        self._order.is_ordered_after(after, earlier.number, earlier.stream) for after in (owner, HOST)
+                    )
+                    self._compare(memory, freed, [] if ordered else [earlier])
+
     def forget(self, memory: Range, streams: set[int]) -> None:
         """Drop the accesses of some streams: the allocator has made sure that they have ended."""
         for piece in self._pieces(memory):

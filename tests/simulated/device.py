@@ -4,18 +4,20 @@ import contextlib
 import gc
 import itertools
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FakeWork
 from torch.distributed.tensor import DTensor
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from megatron.fsdp.comm import backends, streams
+from megatron.fsdp.comm import backends, journal, streams
 from megatron.fsdp.dtensor.ragged_dtensor import make_like
 from megatron.fsdp.quantized.reference.base import ReferenceTensor
 from tests.simulated.checker import HOST, Checker, Race, Range
@@ -41,6 +43,7 @@ class SimulatedDevice(TorchDispatchMode):
     Attributes:
         timeline: Streams, and the host's clock.
         memory: Storages, and the allocator.
+        ignoring: The threads whose queries end no capture.
         on_kernel: Called after each kernel with the number of its stream, the operator, its arguments and its result.
     """
 
@@ -52,6 +55,10 @@ class SimulatedDevice(TorchDispatchMode):
         self.on_kernel: Callable[[int, Any, tuple, dict, Any], None] | None = None
         # Where the copy goes that is being made; torch itself does not know the difference.
         self._target: Place | None = None
+        self.ignoring: set[int] = set()
+        # NCCL's stream of each process group, and what asynchronous collectives have recorded there.
+        self._of_groups: dict[str, Stream] = {}
+        self._works: dict[int, tuple[dist.Work, Event]] = {}
 
     @property
     def races(self) -> list[Race]:
@@ -96,7 +103,9 @@ class SimulatedDevice(TorchDispatchMode):
         reads, writes = ([r for r in found if r is not None] for found in ranges)
         if not reads and not writes:
             return result
-        if on_device:
+        if on_device and call.group is not None:
+            self._run_beside(call, reads, writes, result)
+        elif on_device:
             self._run_kernel(call, reads, writes, new)
             if self.on_kernel is not None:
                 self.on_kernel(self.timeline.current[-1].number, func, args, kwargs, result)
@@ -136,6 +145,44 @@ class SimulatedDevice(TorchDispatchMode):
         if call.waits or (crosses and (Place.PAGEABLE in places or not call.non_blocking)):
             stream.synchronize(call.name)
 
+    def _run_beside(self, call: Call, reads: list[Range], writes: list[Range], result: Any) -> None:
+        """Run a collective on the stream of its group, which waits for the current one, until ``Work.wait``."""
+        if call.group not in self._of_groups:
+            self._of_groups[str(call.group)] = Stream(self.timeline)
+        stream = self._of_groups[str(call.group)]
+        stream.wait_stream(self.timeline.current[-1])
+        stream.run_kernel()
+        self._checker.launch(stream.number, call.name, reads, writes)
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.ScriptObject):
+                work = dist.Work.unbox(leaf)
+                self._works[id(work)] = work, stream.record_event()
+
+    def wait(self, work: dist.Work) -> None:
+        """Follow ``Work.wait`` of an asynchronous collective: the current stream waits."""
+        if id(work) in self._works:
+            self._works[id(work)][1].wait()
+
+    def run_backward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run autograd in a thread of its own, whose current stream is that of the forward."""
+        results: list[Any] = []
+        stream = self.timeline.current[-1]
+
+        def run() -> None:
+            try:
+                with self, StreamContext(self.timeline, stream):
+                    results.append(_RUN_BACKWARD(*args, **kwargs))
+            except BaseException as error:  # noqa: BLE001 - raised below
+                results.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        result = results.pop()
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
     # Replacements ----------------------------------------------------------------------------------------------
 
     def is_here(self, tensor: torch.Tensor) -> bool:
@@ -153,6 +200,7 @@ class SimulatedDevice(TorchDispatchMode):
             self._target = None
 
 
+_RUN_BACKWARD = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 _TO = torch.Tensor.to
 _BY_DEVICE = "_group_tensors_by_device_and_dtype"
 _DEVICE_OF = torch.Tensor.device.__get__  # type: ignore[attr-defined]
@@ -243,6 +291,18 @@ def _names_of_backends() -> dict[str, Any]:
     }
 
 
+def _waiting(device: SimulatedDevice, wait: Callable[..., bool]) -> Callable[..., bool]:
+    """Replace ``Work.wait``."""
+
+    def wait_for(work: dist.Work, *args: Any) -> bool:
+        device.wait(work)
+        # gloo copies some results here. On CUDA this is part of the collective.
+        with _disable_current_modes():
+            return wait(work, *args)
+
+    return wait_for
+
+
 def _by_device_and_dtype(lists: Any, with_indices: bool = False) -> dict[Any, Any]:
     """Replacement for the function with which torch's optimizers and clipping sort tensors."""
     found: dict[Any, Any] = {}
@@ -263,16 +323,11 @@ def simulated_device(kernel_time: float = 1.0) -> Iterator[SimulatedDevice]:
         kernel_time: Time of a kernel on the device; a launch takes the host 1.
     """
     device = SimulatedDevice(kernel_time)
-    resize, wait = torch.UntypedStorage.resize_, dist.Work.wait
+    resize = torch.UntypedStorage.resize_
 
     def resize_(storage: torch.UntypedStorage, nbytes: int) -> None:
         resize(storage, nbytes)
         device.memory.resized(storage)
-
-    def wait_for(work: dist.Work, *args: Any) -> bool:
-        # gloo copies some results here. On CUDA this is part of the collective.
-        with _disable_current_modes():
-            return wait(work, *args)
 
     # torch caches this list of its functions. It must not be made while some of them are replaced.
     _device_constructors()
@@ -280,7 +335,9 @@ def simulated_device(kernel_time: float = 1.0) -> Iterator[SimulatedDevice]:
         for name, value in _tensor_methods(device).items():
             stack.enter_context(patch.object(torch.Tensor, name, value))
         stack.enter_context(patch.object(torch.UntypedStorage, "resize_", resize_))
-        stack.enter_context(patch.object(dist.Work, "wait", wait_for))
+        for kind in (dist.Work, FakeWork):
+            stack.enter_context(patch.object(kind, "wait", _waiting(device, kind.wait)))
+        stack.enter_context(patch.object(torch.autograd, "_engine_run_backward", device.run_backward))
         for name in ("tensor", "as_tensor"):
             stack.enter_context(patch.object(torch, name, _factory(device, getattr(torch, name))))
         for name, value in _names_of_cuda(device).items():
@@ -291,6 +348,9 @@ def simulated_device(kernel_time: float = 1.0) -> Iterator[SimulatedDevice]:
             for module in [m for m in [*sys.modules.values()] if vars(m).get(name) is original]:
                 stack.enter_context(patch.object(module, name, value))
         stack.enter_context(patch.dict(streams._STREAMS, clear=True))
+        stack.enter_context(
+            patch.object(journal, "ignore_captures", lambda: device.ignoring.add(threading.get_ident()))
+        )
         for name in ("torch.optim.optimizer", "torch.nn.utils.clip_grad"):
             stack.enter_context(patch.object(sys.modules[name], _BY_DEVICE, _by_device_and_dtype))
         with device:

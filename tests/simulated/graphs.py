@@ -5,6 +5,7 @@ no kernels. Here it runs them, because Python needs tensors with values, and the
 """
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
 from tests.simulated.device import SimulatedDevice
-from tests.simulated.streams import Event, Stream
+from tests.simulated.streams import Event, Stream, Timeline
 
 
 class CaptureError(AssertionError):
@@ -38,10 +39,10 @@ class SimulatedGraph:
 
         Raises:
             CaptureError: Another stream's kernels are not part of the capture or are not waited for at its end, or an
-                event of the capture is queried.
+                event is queried, also by another thread that does not ignore captures.
             HostWait: The host would wait for the device.
         """
-        rules = _Rules(self._device.timeline.current[-1])
+        rules = _Rules(self._device.timeline.current[-1], self._device.ignoring)
         device = self._device
         before, saved = device.on_kernel, [(storage, storage.clone()) for storage in device.memory.on_device()]
         with rules.enforced(), device.no_host_wait(), patch.object(torch.cuda, "is_current_stream_capturing", _yes):
@@ -85,15 +86,17 @@ class _Rules:
     Every stream has a clock: how many operations of each stream its next kernel comes after.
     """
 
-    def __init__(self, origin: Stream) -> None:
+    def __init__(self, origin: Stream, ignoring: set[int]) -> None:
         self._origin = origin
+        self._thread, self._ignoring = threading.get_ident(), ignoring
+        self._invalid = False
         self._clocks: dict[int, dict[int, int]] = {origin.number: {origin.number: 0}}
         self._events: dict[Event, dict[int, int]] = {}
 
     @contextlib.contextmanager
     def enforced(self) -> Iterator[None]:
         """Context in which streams and events follow the rules."""
-        run, record, wait, query = Stream.run_kernel, Event.record, Event.wait, Event.query
+        run, record, wait = Stream.run_kernel, Event.record, Event.wait
 
         def run_kernel(stream: Stream) -> None:
             if stream.number not in self._clocks:
@@ -117,19 +120,25 @@ class _Rules:
             elif stream.number in self._clocks and event.is_recorded:
                 raise CaptureError("a stream of the capture waits for an event from before the capture")
 
-        def query_event(event: Event) -> bool:
-            raise CaptureError("an event is queried during a capture")
-
-        methods = {"record": record_event, "wait": wait_event, "query": query_event}
+        methods = {"record": record_event, "wait": wait_event}
         with contextlib.ExitStack() as stack:
             stack.enter_context(patch.object(Stream, "run_kernel", run_kernel))
             for name, method in methods.items():
                 stack.enter_context(patch.object(Event, name, method))
+            stack.enter_context(patch.object(Timeline, "before_query", self._query))
             yield
-        assert Event.query is query
+
+    def _query(self) -> None:
+        """Called before a thread queries an event."""
+        if threading.get_ident() not in self._ignoring:
+            # The mode of a capture is "global" unless torch is told otherwise.
+            self._invalid |= threading.get_ident() != self._thread
+            raise CaptureError("an event is queried during a capture")
 
     def check_joined(self) -> None:
-        """Raise if a stream has operations that the first stream does not wait for."""
+        """Raise if a stream has operations that the first stream does not wait for, or the capture was invalidated."""
+        if self._invalid:
+            raise CaptureError("another thread has queried an event during the capture")
         reached = self._clocks[self._origin.number]
         late = [number for number, clock in self._clocks.items() if reached.get(number, 0) < clock[number]]
         if late:

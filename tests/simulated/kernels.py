@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.cuda._sanitizer import FACTORY_FUNCTION_REGEX, zip_arguments
 from torch.utils._pytree import tree_leaves
 
@@ -40,6 +41,7 @@ class Call:
         writes_result: It writes into the new memory that it returns.
         device: The device that new memory was asked for on; None if there was no such wish.
         pinned: The new memory was asked for as pinned.
+        group: The process group of an asynchronous collective; None for all other operators.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Call:
     writes_result: bool = True
     device: torch.device | None = None
     pinned: bool = False
+    group: str | None = None
 
     @classmethod
     def of(cls, function: Any, args: tuple, kwargs: dict) -> "Call":
@@ -72,6 +75,11 @@ class Call:
             kwargs["pin_memory"] = None
         masked = False
         factory = FACTORY_FUNCTION_REGEX.match(short) is not None
+        arguments = {argument.name: value for argument, value in zip_arguments(schema, args, kwargs)}
+        # Arguments with the default value, which is True, are left out.
+        has_option = any(argument.name == "async_op" for argument in schema.arguments)
+        if schema.name.startswith("c10d::") and arguments.get("async_op", has_option):
+            call.group = dist.ProcessGroup.unbox(arguments["process_group"]).group_name
         for argument, value in zip_arguments(schema, args, kwargs):
             tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
             call.inputs += tensors

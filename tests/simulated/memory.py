@@ -50,6 +50,7 @@ class Memory:
 
     def __init__(self, checker: Checker, timeline: Timeline) -> None:
         self.allocator = Allocator(lambda block: checker.forget(block.reserved, block.recorded))
+        self._checker = checker
         self._timeline = timeline
         self._storages: dict[int, _Storage] = {}
         self._host_end = 0
@@ -119,7 +120,10 @@ class Memory:
 
     def _free(self, storage: _Storage) -> None:
         if storage.block is not None:
-            end = max((self._timeline.streams[n].end for n in storage.block.recorded), default=0.0)
+            block = storage.block
+            current = self._timeline.current[-1].number
+            self._checker.free(block.reserved, block.stream, current, block.recorded)
+            end = max((self._timeline.streams[n].end for n in block.recorded), default=0.0)
             self.allocator.free(storage.block, end)
             storage.block = None
 

@@ -5,6 +5,7 @@ kernels one after another, and an event happens when the stream gets there.
 """
 
 import itertools
+import threading
 from types import TracebackType
 from typing import Any
 
@@ -24,7 +25,6 @@ class Timeline:
 
     Attributes:
         now: Time of the host.
-        current: The current stream, the last of the streams that were made current.
         forbids_waits: Raise an error where the host would wait for the device.
     """
 
@@ -35,7 +35,20 @@ class Timeline:
         self.forbids_waits = False
         self.numbers = itertools.count()
         self.streams: list[Stream] = []
-        self.current = [Stream(self)]
+        self._of_thread = threading.local()
+        Stream(self)
+
+    @property
+    def current(self) -> "list[Stream]":
+        """The current stream of this thread, the last of those that it made current. At first it is the default one."""
+        if not hasattr(self._of_thread, "current"):
+            self._of_thread.current = [self.streams[0]]
+        found: list[Stream] = self._of_thread.current
+        return found
+
+    @staticmethod
+    def before_query() -> None:
+        """Called before an event is queried."""
 
     def wait_until(self, time: float, event: int, what: str) -> None:
         """Let the host wait for an event."""
@@ -126,6 +139,7 @@ class Event:
 
     def query(self) -> bool:
         """Whether the kernels have run."""
+        self._timeline.before_query()
         self._timeline.now += 1
         return self._time is None or self._time <= self._timeline.now
 

@@ -2,6 +2,7 @@
 
 import ast
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 
 import megatron.fsdp
 from megatron.fsdp.comm.backends import backend_of, local_device, moves_data
+from megatron.fsdp.comm.process_groups import new_group
 from tests.ranks import RankPool
 
 ENGINE = Path(megatron.fsdp.__file__).parent
@@ -77,3 +79,23 @@ def _of_real_groups() -> list[tuple[str, bool]]:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="groups over gloo on the CPU")
 def test_gloo_is_recognized_in_every_kind_of_group(ranks: RankPool) -> None:
     assert ranks.run(2, _of_real_groups) == [[("gloo", True)] * 3] * 2
+
+
+def _without_split() -> tuple[list[None], list[int]]:
+    """Two of three ranks make a group, after ``init_process_group`` was given a device."""
+    everyone, bound = dist.distributed_c10d._get_default_group(), torch.device("cuda", 0)
+    everyone.bound_device_id = bound
+    asked: list[None] = []
+    ranks: list[int] = []
+    with patch.object(dist.distributed_c10d, "_get_split_source", lambda group: asked.append(None)):
+        if dist.get_rank():
+            ranks = dist.get_process_group_ranks(new_group([1, 2], everyone, "test"))
+        assert everyone.bound_device_id == bound
+    everyone.bound_device_id = None
+    return asked, ranks
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="groups over gloo on the CPU")
+def test_a_new_group_is_no_split_of_all_ranks(ranks: RankPool) -> None:
+    """A split of NCCL's communicator waits for all of its ranks."""
+    assert ranks.run(3, _without_split) == [([], []), ([], [1, 2]), ([], [1, 2])]

@@ -5,6 +5,7 @@ import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,11 +15,13 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from megatron.fsdp import fsdp2
 from megatron.fsdp.fsdp2.marked import model_of
+from megatron.fsdp.runtime.unit import WeightState
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy as EnginePolicy
-from megatron_fsdp import fully_shard
+from megatron_fsdp import fully_shard, fully_shard_model
 from tests.exchanges import seen
 from tests.models import (
     DEVICE,
@@ -26,6 +29,7 @@ from tests.models import (
     Block,
     TinyModel,
     adamw,
+    assert_same_weights,
     batches,
     device,
     loss_of,
@@ -405,10 +409,101 @@ def test_resharding_to_a_number_that_is_not_a_divisor_raises(ranks: RankPool) ->
     ranks.run(3, _no_divisor)
 
 
-@pytest.mark.parametrize(("number", "expected"), [(1, 3), (2, 5)])
-def test_resharding_to_a_number_of_ranks_frees_weights(ranks: RankPool, number: int, expected: int) -> None:
-    for counts in ranks.run(2, _count_unshards, number, False):
+def _count_ranks(interface: str, number: int) -> list[list[int]]:
+    """Of every iteration, the number of ranks of each all-gather of a block."""
+    model, counts = TinyModel().to(device()), []
+    if interface == "own":
+        model = fully_shard_model(model, fsdp_unit_modules=[Block], reshard_after_forward=number)
+    else:
+        model = build(fsdp2, model, reshard_after_forward=number)
+    units = model_of(model).engine.units if interface == "fsdp2" else model.engine.units
+    size = units[1].groups[0].layout.numel
+    for tokens in batches(3, 1)[:, 0]:
+        with seen("all_gather") as gathers:
+            loss_of(model, tokens)  # the next forward replaces what this one has kept
+            loss = loss_of(model, tokens)
+            gathers.clear()
+            loss.backward()
+            counts.append([group.size() for output, _, group in gathers if output.numel() == size])
+        with torch.no_grad():
+            units[1].groups[0].params[0].main.mul_(0.5)
+    return counts
+
+
+@pytest.mark.parametrize("interface", ["own", "fsdp2"])
+@pytest.mark.parametrize(("number", "expected"), [(1, []), (2, [2, 2]), (4, [4, 4])])
+def test_backward_gathers_within_a_number_of_ranks(
+    ranks: RankPool, interface: str, number: int, expected: list[int]
+) -> None:
+    for counts in ranks.run(4, _count_ranks, interface, number):
         assert counts[1:] == [expected, expected]
+
+
+def _skipping(reshard: int, write: bool, recomputes: bool) -> None:
+    """Ranks that skip units, units that run twice, and writes between two forwards of one backward."""
+    torch.manual_seed(0)
+    start = TinyModel().to(device())
+    reference = copy.deepcopy(start)
+    model = fully_shard_model(start, fsdp_unit_modules=[Block], reshard_after_forward=reshard)
+    pairs = [(model, sgd(model.parameters())), (reference, sgd(reference.parameters()))]
+    rank, orders = dist.get_rank(), [[0, 1, 2], [0, 2], [1], [2]]
+    if recomputes:  # only the last unit, whose gathers other ranks start after all forwards
+        orders = [[0, 1, 2], [0, 1, 2], [0, 1], [0, 1, 2]]
+
+    def order(step: int, rank: int) -> list[int]:
+        return orders[(rank + step) % 4] if step else [0, 1, *([] if recomputes else [1]), 2]
+
+    def loss(each: nn.Module, tokens: torch.Tensor, chosen: list[int]) -> torch.Tensor:
+        inner = getattr(each, "module", each)
+        inner.order = chosen
+        return loss_of(each, tokens)
+
+    def forward(self: TinyModel, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for number in self.order:
+            block = self.blocks[number]
+            # Runs the block's forward without gradients, which a rank that skips the block does not know.
+            x = checkpoint(block, x, use_reentrant=True) if recomputes else block(x)
+        return self.head(self.norm(x))
+
+    with patch.object(TinyModel, "forward", forward):
+        for step, data in enumerate(batches(4, 4)):
+            first = loss(model, data[rank], order(step, rank))
+            if write:
+                with torch.no_grad():
+                    model.module.norm.weight.mul_(1.5)
+                    reference.norm.weight.mul_(1.5)
+                first = loss(model, data[rank], order(step, rank))
+            first.backward()
+            for other in range(4):
+                (loss(reference, data[other], order(step, other)) / 4).backward()
+            for _, optimizer in pairs:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert_same_weights(model, reference)
+
+
+@pytest.mark.parametrize(("write", "recomputes"), [(False, False), (True, False), (False, True)])
+def test_resharding_to_a_number_of_ranks_that_skip_units(ranks: RankPool, write: bool, recomputes: bool) -> None:
+    ranks.run(4, _skipping, 2, write, recomputes)
+
+
+def _root_reshards(number: bool | int | None) -> WeightState:
+    model = TinyModel().to(device())
+    fsdp2.fully_shard(model.blocks[0])
+    fsdp2.fully_shard(model, reshard_after_forward=number)
+    loss = loss_of(model, batches(1, 1)[0, 0])
+    state = model_of(model).engine.units[0].state
+    loss.backward()
+    return state
+
+
+@pytest.mark.parametrize(("given", "kept"), [(None, True), (False, True), (True, False), (2, False)])
+def test_the_root_is_resharded_after_forward_if_its_call_says_so(
+    ranks: RankPool, given: bool | int | None, kept: bool
+) -> None:
+    expected = WeightState.UNSHARDED if kept else WeightState.SHARDED
+    assert ranks.run(2, _root_reshards, given) == [expected, expected]
 
 
 def _every_setting() -> None:

@@ -28,7 +28,7 @@ def test_everything_of_torchs_interface_is_there_and_documented() -> None:
     assert names <= _public(fsdp2.FSDPModule)
     parameters = inspect.signature(torch_fsdp.fully_shard).parameters
     ours = inspect.signature(fsdp2.fully_shard).parameters
-    assert set(parameters) | {"shard_granularity"} | LATER_ARGUMENTS == set(ours)
+    assert set(parameters) | {"shard_granularity", "replicated_params"} | LATER_ARGUMENTS == set(ours)
     assert names | set(ours) <= rows, f"docs/fsdp2.md lacks {sorted((names | set(ours)) - rows)}"
     for name in names - {"set_requires_gradient_sync"}:
         theirs, mine = getattr(torch_fsdp.FSDPModule, name), getattr(fsdp2.FSDPModule, name)

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from megatron.fsdp import fsdp2
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron.fsdp.fsdp2.marked import model_of
+from megatron_fsdp import fully_shard_model
 from tests.models import DEVICE, TinyModel, adamw, batches, device, loss_of, sgd
 from tests.ranks import RankPool
 from tests.unit_tests.test_fsdp2 import BF16, FSDP2, Run, assert_same, build, full_weights, train
@@ -334,3 +335,25 @@ def _reset() -> None:
 )
 def test_reset_after_an_exception(ranks: RankPool) -> None:
     ranks.run(2, _reset)
+
+
+def _torchs_rules() -> None:
+    model = TinyModel().to(device())
+    fsdp2.fully_shard(model.blocks[0])
+    fsdp2.fully_shard(model)
+    states = [fsdp2.fully_shard.state(module) for module in (model, model.blocks[0], model.norm)]
+    assert None not in states[:2] and states[0] is not states[1] and states[2] is None
+    with pytest.raises(AssertionError, match="fully_shard was called"):
+        fsdp2.fully_shard(model)
+    with pytest.raises(AssertionError, match="cannot be copied"):
+        copy.deepcopy(model)
+    with pytest.raises(ValueError, match="expected a divisor of the 1 ranks of dp_shard_dim; got 2"):
+        fully_shard_model(TinyModel(), reshard_after_forward=2)
+    refused = ({"zero_dp_strategy": 2}, "expected zero_dp_strategy=3"), ({"fsdp_double_buffer": True}, "fixed buffers")
+    for settings, reason in refused:
+        with pytest.raises(ValueError, match=reason):
+            fully_shard_model(TinyModel(), reshard_after_forward=2, **settings)
+
+
+def test_states_and_exceptions(ranks: RankPool) -> None:
+    ranks.run(1, _torchs_rules)

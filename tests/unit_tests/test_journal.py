@@ -5,13 +5,26 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.fsdp.comm.journal import JOURNAL, MAX_KEPT, Journal, Log, Watchdog, describe, name_ranks, whereabouts
+from megatron.fsdp.comm.journal import (
+    JOURNAL,
+    MAX_KEPT,
+    Journal,
+    Log,
+    Watchdog,
+    _rounds,
+    _watchdogs,
+    describe,
+    name_ranks,
+    watch,
+    whereabouts,
+)
 from megatron.fsdp.comm.streams import CollectiveMismatch, CpuStream, Handle, watch_end
 from megatron_fsdp import MegatronFSDP, fully_shard_model
 from tests.models import Block, TinyModel, batches, loss_of
@@ -96,6 +109,40 @@ def test_a_report_about_256_ranks_that_all_differ_is_short(same: int) -> None:
     assert "more operations. Every rank" in lines[0] and lines[-2].endswith("more positions")
 
 
+def test_hosts_are_named_if_there_are_several() -> None:
+    answers = {rank: _answer("gather a", "reduce a", peers=tuple(range(6))) for rank in range(4)}
+    answers[4] = _answer("gather a", peers=tuple(range(6)))
+    lines = describe(answers, 6, {rank: f"node{rank // 2}" for rank in range(6)})[0].splitlines()
+    assert "rank 4 on node2 issued fewer." in lines[0] and lines[0].endswith("Look at the output of rank 5 on node2.")
+    assert lines[2].startswith("  ranks 0-3 on node0, node1: last issued reduce a")
+    assert lines[4].startswith("  rank 5 on node2: no answer")
+    assert describe(answers, 6, dict.fromkeys(range(6), "node0")) == describe(answers, 6)
+    many = describe({0: answers[0]}, 6, {rank: f"node{rank}" for rank in range(5)})[0]
+    assert "ranks 1-5 on 5 hosts: no answer" in many and "unknown" not in many
+    assert "ranks 4-5 on node4, an unknown host" in name_ranks([4, 5], {3: "node3", 4: "node4"})
+    differ = describe({0: _answer("gather a"), 1: _answer("reduce a")}, 2, {0: "node0", 1: "node1"})[0]
+    assert "number 0: rank 0 on node0: gather a; rank 1 on node1: reduce a." in differ
+
+
+def _report_with_a_silent_rank() -> str:
+    """Rank 1 has sharded a model, and does not answer."""
+    with patch("socket.gethostname", return_value=f"node{dist.get_rank()}"):
+        MegatronFSDP(TinyModel(), fsdp_unit_modules=[Block])
+    if dist.get_rank():
+        _watchdogs.pop().stop()
+        JOURNAL.clear()
+    dist.barrier()
+    with patch("megatron.fsdp.comm.rounds.SECONDS_FOR_ANSWERS", 0.2):
+        text = "" if dist.get_rank() else _rounds.report().text
+    dist.barrier()
+    return text
+
+
+def test_the_host_of_a_rank_that_does_not_answer_is_named(ranks: RankPool) -> None:
+    text = ranks.run(2, _report_with_a_silent_rank)[0]
+    assert "rank 1 on node1: no answer" in text and "rank 0 on node0: last issued" in text, text
+
+
 def test_the_error_that_ended_a_rank_is_reported() -> None:
     answers = {
         0: _answer("gather a"),
@@ -149,6 +196,60 @@ def test_the_device_is_queried_only_if_nothing_is_issued() -> None:
     assert not asked
     journal.stuck_for()
     assert asked
+
+
+def test_a_device_is_queried_late_and_not_again_about_what_has_ended() -> None:
+    """Event queries may invalidate a capture, and the latest operations of a step stay in the log for long."""
+    asked: list[bool] = []
+
+    class Asked(Task):
+        def watcher(self) -> Callable[[], bool]:
+            return lambda: asked.append(True) or True  # type: ignore[func-returns-value]
+
+    journal = Journal()
+    journal.query_after = 0.2
+    journal.channel([0, 1]).note("gather", [Asked()])
+    for _ in range(3):
+        assert journal.stuck_for() == 0.0
+    assert not asked
+    time.sleep(0.2)
+    for _ in range(3):
+        assert journal.stuck_for() == 0.0
+    assert len(asked) == 1
+
+
+def test_a_watchdog_of_a_device_queries_late() -> None:
+    with (
+        patch("megatron.fsdp.comm.journal._watchdogs", []),
+        patch.object(Watchdog, "start"),
+        patch.object(JOURNAL, "query_after", 0.0),
+        patch("megatron.fsdp.comm.journal.moves_data", return_value=True),
+        patch("megatron.fsdp.comm.journal.backend_of"),
+        patch("megatron.fsdp.comm.journal.Round"),
+        patch.object(dist, "get_rank", return_value=0),
+        patch("megatron.fsdp.comm.journal.timeout_of", return_value=None),
+        patch.object(dist, "get_world_size", return_value=2),
+        patch.object(dist, "get_process_group_ranks", return_value=[0, 1]),
+    ):
+        watch(object(), torch.device("cuda", 0))  # type: ignore[arg-type]
+        assert JOURNAL.query_after == 30.0
+    JOURNAL.clear()
+
+
+def test_the_watchdogs_queries_end_no_capture() -> None:
+    """The driver keeps a mode for each thread, so the watchdog's own thread has to change it."""
+    calls: list[tuple[int, int]] = []
+
+    class Driver:
+        def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> None:  # noqa: N802 - the driver's name
+            calls.append((threading.get_ident(), mode._obj.value))
+
+    with patch("ctypes.CDLL", lambda name: Driver()):
+        watchdog = Watchdog(Journal(), 1.0)
+        watchdog.start()
+        ident = watchdog.ident
+        watchdog.stop()
+    assert calls == [(ident, 1)]
 
 
 def test_models_of_the_same_ranks_are_distinguished_and_have_one_order() -> None:

@@ -105,7 +105,7 @@ def measure_sharded(strategy: str, dtype: str, ranks: int, collective: float, co
             return group
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    streams._STREAMS["fake", None] = SlowStream()
+    streams._STREAMS["fake", None, ""] = SlowStream()
     _warm_up(dtype)
     counter = TensorBytes()
     model = _model(dtype)

@@ -1,5 +1,6 @@
 """Communication overlaps with compute: unshards are prefetched, and reductions run while backward continues."""
 
+import dataclasses
 import threading
 import time
 
@@ -8,7 +9,10 @@ import torch
 
 from megatron.fsdp.buffers.reduction import Reduction
 from megatron.fsdp.comm.streams import CpuStream
-from megatron_fsdp import fully_shard_model
+from megatron.fsdp.config import SYNCHRONOUS
+from megatron.fsdp.runtime.schedule import Schedule
+from megatron.fsdp.runtime.unit import Unit
+from megatron_fsdp import FSDPConfig, fully_shard_model
 from tests.exchanges import seen
 from tests.models import Block, TinyModel, batches, loss_of
 from tests.ranks import DEVICE, RankPool
@@ -58,9 +62,9 @@ def test_communication_hides_behind_compute(ranks: RankPool) -> None:
     assert overlapped < 0.8 * in_order, f"overlapped {overlapped:.1f}, in order {in_order:.1f} block times"
 
 
-def _what_runs_beside_block(index: int) -> tuple[set[str], set[str]]:
+def _what_runs_beside_block(index: int, **settings: bool) -> tuple[set[str], set[str]]:
     """Units on their way while block ``index`` computes, in forward and in backward, of the second step."""
-    model = fully_shard_model(TinyModel(depth=5), fsdp_unit_modules=[Block])
+    model = fully_shard_model(TinyModel(depth=5), fsdp_unit_modules=[Block], **settings)
     tokens = batches(1, 1)[0, 0]
     loss_of(model, tokens).backward()
     seen: dict[str, set[str]] = {"forward": set(), "backward": set()}
@@ -77,6 +81,54 @@ def _what_runs_beside_block(index: int) -> tuple[set[str], set[str]]:
 
 def test_the_next_unit_is_gathered_while_this_one_computes(ranks: RankPool) -> None:
     assert ranks.run(2, _what_runs_beside_block, 2) == [({"blocks.3"}, {"blocks.1"})] * 2
+
+
+def _synchronous(by_variable: bool) -> None:
+    settings = {} if by_variable else {"synchronous": True}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(SYNCHRONOUS, "1" if by_variable else "0")
+        patch.setattr(torch.cuda, "is_available", lambda: True)  # registration and graphs need it
+        config = FSDPConfig(nccl_ub=True, cuda_graph_mode=True, fsdp_manual_registration=True, **settings)
+        assert config.synchronous and dataclasses.replace(config, nccl_ub=True) == config
+        assert not any(getattr(config, name) for name in vars(config) if name in OFF)
+        patch.undo()
+        patch.setenv(SYNCHRONOUS, "1" if by_variable else "0")
+        assert _what_runs_beside_block(2, **settings) == (set(), set())
+        waits = _waits_of_a_step(settings)
+    assert waits and all(waits)
+
+
+def test_the_variable_is_0_or_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SYNCHRONOUS, "")
+    assert not FSDPConfig().synchronous
+    monkeypatch.setenv(SYNCHRONOUS, "false")
+    with pytest.raises(ValueError, match=f"{SYNCHRONOUS}: expected 0 or 1; got 'false'"):
+        FSDPConfig()
+
+
+def _waits_of_a_step(settings: dict[str, bool]) -> list[bool]:
+    """For each reduction that was started, whether compute has waited for it before it goes on."""
+    model = fully_shard_model(TinyModel(depth=3), fsdp_unit_modules=[Block], **settings)
+    assert model.engine.pool is None
+    found: list[bool] = []
+    issue = Schedule._issue_reduction
+
+    def issued(self: Schedule, unit: Unit) -> None:
+        issue(self, unit)
+        found.append(not any(group.gradients.handles for group in unit.groups))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Schedule, "_issue_reduction", issued)
+        loss_of(model, batches(1, 1)[0, 0]).backward()
+    return found
+
+
+OFF = ("overlap_param_gather", "overlap_grad_reduce", "fsdp_double_buffer", "nccl_ub", "cuda_graph_mode")
+
+
+@pytest.mark.parametrize("by_variable", [False, True], ids=["argument", "variable"])
+def test_one_switch_turns_everything_asynchronous_off(ranks: RankPool, by_variable: bool) -> None:
+    ranks.run(2, _synchronous, by_variable)
 
 
 def _backward_does_not_wait_for_reductions() -> bool:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron.fsdp.quantized.storage import KEEP_TRANSPOSE, storage_of
+from megatron.fsdp.quantized.storage import KEEP_TRANSPOSE, drop_copies_after_forward, storage_of
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard, fully_shard_model
 from tests import te_mocks as te
 from tests.models import batches, loss_of
@@ -451,3 +451,62 @@ def _separates() -> None:
 
 def test_keys(ranks: RankPool) -> None:
     ranks.run(1, _separates)
+
+
+# Copies of plain weights ---------------------------------------------------------------------------------------------
+
+
+class _Casting(nn.Module):
+    """Blocks whose layers quantize their plain weights in forward."""
+
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(16), kind(16, 16)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def _kept_copies(strategy: str, kind: Any) -> int:
+    """How many quantized weights autograd keeps. The gradients are those of an unsharded model."""
+    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(1))
+    plain = _Casting(kind)
+    plain(x).sum().backward()
+    te.workspaces.clear()
+    model = fully_shard_model(_Casting(kind), fsdp_unit_modules=[nn.Sequential], zero_dp_strategy=strategy)
+    loss = model(x).sum()
+    kept = len(te.workspaces)
+    loss.backward()
+    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found.grad.full_tensor(), expected.grad)  # type: ignore[union-attr]
+    return kept
+
+
+@pytest.mark.parametrize(
+    "strategy, kind, expected",
+    [
+        ("optim_grads_params", te.CastingLinear, 0),
+        ("optim_grads", te.CastingLinear, 3),
+        ("optim_grads_params", te.OlderCastingLinear, 3),
+    ],
+)
+def test_copies_of_weights_are_made_again_in_backward(ranks: RankPool, strategy: str, kind: Any, expected: int) -> None:
+    assert ranks.run(2, _kept_copies, strategy, kind) == [expected] * 2
+
+
+@with_mocks
+def _named() -> None:
+    layers = [
+        te.CastingLinear(4, 4),
+        te.OlderCastingLinear(4, 4),
+        te.Linear(32, 32, FORMATS["MXFP8"]()),
+        nn.Linear(4, 4),
+    ]
+    assert drop_copies_after_forward(layers) == layers[1:2]
+
+
+def test_layers_that_keep_copies_are_named(ranks: RankPool) -> None:
+    ranks.run(1, _named)

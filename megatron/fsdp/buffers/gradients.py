@@ -1,11 +1,12 @@
 """Accumulates and reduces the gradients of one parameter group, from autograd's gradients to the optimizer's."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Flag, auto
 
 import torch
 
+from megatron.fsdp.buffers.pool import Writer
 from megatron.fsdp.buffers.reduction import Reduction, memory_of
 from megatron.fsdp.comm.backends import runs_ahead
 from megatron.fsdp.comm.streams import Handle
@@ -36,7 +37,9 @@ class GradientBuffer:
         inner_sum: Sum of gradients reduced over the inner axis only. Only tasks of the stream use it.
         reduced: Sum of gradients reduced over both axes. Tasks use it, and compute after a wait.
         owed: The axes to reduce over before the optimizer's step.
-        handles: Of the reductions in flight, oldest first.
+        handles: Of the reductions in flight, oldest first; without those in ``outer_handles``.
+        outer_handles: Of the reductions over the outer axis that have a stream for themselves.
+        has_outer_stream: Whether these have one.
     """
 
     def __init__(self, reduction: Reduction) -> None:
@@ -47,10 +50,13 @@ class GradientBuffer:
         self.reduced: torch.Tensor | None = None
         self.owed = Owed.NOTHING
         self.handles: list[Handle] = []
+        self.outer_handles: list[Handle] = []
         # On a CPU, a buffer is free once its collective has ended, before the next unit is unsharded. Buffers with
         # fixed addresses are returned in an order that is the same on all ranks.
         self._holds = reduction.pool.is_fixed or runs_ahead(reduction.context.device)
         self._read: list[torch.Tensor] = []
+        self._read_by_outer: list[torch.Tensor] = []
+        self.has_outer_stream = reduction.outer is not None and reduction.outer_stream is not reduction.stream
 
     def rescale(self, ratio: float) -> None:
         """Multiply the factor of later reductions by ``ratio``. Reductions in flight are not affected."""
@@ -105,7 +111,21 @@ class GradientBuffer:
         # The stream waits for the compute issued so far, which includes the copies into ``placed``.
         handle = self.reduction.stream.run(lambda: self._reduce(placed, last))
         self.handles.append(handle)
+        if last and self.has_outer_stream:
+            self._start_outer()
+            return self.outer_handles[-1]
         return handle
+
+    def _start_outer(self) -> None:
+        """Start to reduce over the outer axis, in its stream, when the reductions over the inner axis have ended."""
+        earlier = list(self.handles)
+
+        def task() -> None:
+            for handle in earlier:
+                handle.wait()  # the stream of the task does
+            self._reduce_over_outer()
+
+        self.outer_handles.append(self.reduction.outer_stream.run(task))
 
     def _place(self, grads: list[torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor:
         """A flat buffer with the gradients: the one for kernels, or else a new one of ``dtype``."""
@@ -126,7 +146,10 @@ class GradientBuffer:
             self.reduce([], last=True)
         elif self.owed:
             self.owed = Owed.NOTHING
-            self.handles.append(self.reduction.stream.run(self._reduce_over_outer))
+            if self.has_outer_stream:
+                self._start_outer()
+            else:
+                self.handles.append(self.reduction.stream.run(self._reduce_over_outer))
 
     def _reduce(self, placed: torch.Tensor, last: bool) -> None:
         """Runs in the stream. Its tasks run one after another, so the sums need no lock."""
@@ -136,15 +159,19 @@ class GradientBuffer:
             total = self.inner_sum = self.reduction.over_inner(placed, self.inner_sum)
         if memory_of(total) != memory_of(placed):
             self.hold(placed)
-        if last and self.reduction.outer is not None:
+        if last and self.reduction.outer is not None and not self.has_outer_stream:
             self._reduce_over_outer()
 
     def _reduce_over_outer(self) -> None:
-        """Runs in the stream, as a task or as the end of one."""
+        """Runs in the outer stream, or in the stream, as a task or as the end of one."""
         assert self.inner_sum is not None, "every rank has reduced over the inner axis"
         inner_sum, self.inner_sum = self.inner_sum, None
         self.reduced = self.reduction.over_outer(inner_sum, self.reduced)
-        if memory_of(self.reduced) != memory_of(inner_sum):
+        if memory_of(self.reduced) == memory_of(inner_sum):
+            return
+        if self.has_outer_stream:
+            self._read_by_outer.append(inner_sum)
+        else:
             self.hold(inner_sum)
 
     def hold(self, buffer: torch.Tensor) -> None:
@@ -158,18 +185,19 @@ class GradientBuffer:
         else:
             self.give_back(buffer)
 
-    def wait(self) -> None:
-        """Make compute wait for the reductions in flight."""
-        while self.handles:
-            handle = self.handles[0]
-            try:
-                handle.wait()
-            finally:
-                # After an interrupted wait, the reduction continues and must be waited for again.
-                if handle.done:
-                    del self.handles[0]
+    def wait(self, outer: bool = True) -> None:
+        """Make compute wait for the reductions in flight.
+
+        Args:
+            outer: Also for those that have a stream for themselves. What they read is a shard.
+        """
+        _wait(self.handles)
         while self._read:
             self.give_back(self._read.pop())
+        if outer and self.outer_handles:
+            _wait(self.outer_handles)
+            while self._read_by_outer:
+                self.give_back(self._read_by_outer.pop())
 
     def take(self, dtype: torch.dtype) -> torch.Tensor | None:
         """Return the gradients reduced since the last call, flat like the main weights; None if there are none.
@@ -190,7 +218,7 @@ class GradientBuffer:
         if self.reduction.to_host:
             taken = self.reduction.context.main_buffer(reduced.numel(), dtype).copy_(reduced, non_blocking=True)
         else:
-            taken = self.reduction.cast(reduced, dtype, for_compute=True)
+            taken = self.reduction.cast(reduced, dtype, Writer.COMPUTE)
         if taken is not reduced:
             # Compute may still read it: only a task can reuse this memory, and it waits for compute first.
             self.give_back(reduced)
@@ -207,16 +235,32 @@ class GradientBuffer:
         if self.unreduced is not None:
             self.give_back(self.unreduced)
             self.unreduced = None
-        if self.handles:
+        if self.handles or self.outer_handles:
             # Reductions in flight still write to the sums, so a later task of the same stream drops them. The handles
             # are dropped here together with their errors, which concern dropped gradients only.
-            drop = functools.partial(self._drop_sums, self.hold)
+            drop = functools.partial(self._drop_sums, self.hold, self.outer_handles)
+            self._read += self._read_by_outer
+            self._read_by_outer, self.outer_handles = [], []
             self.handles = [self.reduction.stream.run(drop)]
         else:
             self._drop_sums(self.give_back)
 
-    def _drop_sums(self, give_back: Callable[[torch.Tensor], None]) -> None:
+    def _drop_sums(self, give_back: Callable[[torch.Tensor], None], after: Sequence[Handle] = ()) -> None:
+        for handle in after:
+            handle.wait()
         dropped = [total for total in (self.inner_sum, self.reduced) if total is not None]
         self.inner_sum = self.reduced = None
         for total in dropped:
             give_back(total)
+
+
+def _wait(handles: list[Handle]) -> None:
+    """Make compute wait for tasks, oldest first, and drop their handles."""
+    while handles:
+        handle = handles[0]
+        try:
+            handle.wait()
+        finally:
+            # After an interrupted wait, the reduction continues and must be waited for again.
+            if handle.done:
+                del handles[0]

@@ -68,7 +68,7 @@ class GroupKey(NamedTuple):
     Attributes:
         dtype: Dtype of the parameters.
         requires_grad: Whether they take gradients.
-        divisible: False for scalars, which every rank holds.
+        divisible: False for scalars and for replicated parameters, which every rank holds.
         expert: Sharded over the mesh of experts.
         repeated: Another pipeline stage has the same parameter (tied embeddings) and must shard it in the same way, so
             it does not share a group with others.
@@ -103,6 +103,7 @@ class ShardedParameter:
         quantized: The quantized parameter on the meta device whose place a plain one takes until it is initialized.
         fused: Gradients that fused kernels have written in this backward, and last the memory of the next one. The
             first takes the sum.
+        replicated: Whether the user wants every rank to hold it in full.
     """
 
     name: str
@@ -115,6 +116,7 @@ class ShardedParameter:
     trained: bool = field(init=False)
     quantized: nn.Parameter | None = field(default=None, init=False)
     fused: list[torch.Tensor] = field(default_factory=list)
+    replicated: bool = False
 
     def __post_init__(self) -> None:
         self.original = self.compute
@@ -129,7 +131,8 @@ class ShardedParameter:
         repeated = getattr(parameter, "shared_embedding", False)
         storage = storage_of(parameter)
         stored = None if storage is None else storage.key
-        return GroupKey(parameter.dtype, parameter.requires_grad, len(self.local_shape) > 0, expert, repeated, stored)
+        divisible = len(self.local_shape) > 0 and not self.replicated
+        return GroupKey(parameter.dtype, parameter.requires_grad, divisible, expert, repeated, stored)
 
     @property
     def is_meta(self) -> bool:

@@ -75,20 +75,21 @@ class ParameterGroup:
         self._tp_mesh = tp_mesh
         self._pool = pool
         self.device = context.device
-        self.sharding = config.sharding if key.divisible else UNSHARDED
+        self.sharding = config.sharding_of(key.expert) if key.divisible else UNSHARDED
         self.storage = storage_of(params[0].compute)
         self.dtypes = config.mixed_precision_policy.resolve(key.dtype, params[0].name)
         self.axes: DataParallelAxes = index.experts if key.expert else index.dense
         shards = shards_of(self.sharding, self.axes)
         self.layout = layout_of([e.local_shape for e in params], shards, config.granularity, self.storage)
         planes = () if self.storage is None else self.storage.planes
-        self.weights = WeightBuffer(self.layout, self.dtypes, self.sharding, self.axes, context, pool, planes)
+        shared = self.layout, self.dtypes, self.sharding, self.axes
+        self.weights = WeightBuffer(*shared, context, pool, planes, config.reshard_after_forward)
         for plane in self.weights.planes:
             plane.buffer.kept = (
                 f"This tensor is a weight of a sharded model ({params[0].name} or one of its group) that was kept from "
                 "the forward of its FSDP unit. Its memory is freed after that: keep a copy, .clone(), instead."
             )
-        reduction = Reduction(self.layout, self.dtypes, self.sharding, self.axes, config, context, pool)
+        reduction = Reduction(*shared, config, context, pool)
         self.gradients = GradientBuffer(reduction)
         self.used = [False] * len(params)
         self._attached: tuple[torch.Tensor, int] | None = None

@@ -10,18 +10,28 @@ import functools
 import threading
 from collections import defaultdict
 from collections.abc import Callable
-from itertools import zip_longest
+from enum import IntEnum
+from itertools import accumulate, zip_longest
 from typing import Any
 
 import torch
 
 from megatron.fsdp.comm.streams import is_capturing
 
-# Dtype, device, and whether the computation is the first to write it.
-_Kind = tuple[torch.dtype, torch.device, bool]
+
+class Writer(IntEnum):
+    """Who is the first to write memory, and so waits for nobody else who has used it."""
+
+    TASKS = 0
+    COMPUTE = 1
+    OUTER_TASKS = 2
+
+
+# Dtype, device, and who is the first to write it.
+_Kind = tuple[torch.dtype, torch.device, Writer]
 
 # One buffer of a fixed pool, as numbers that ranks can exchange. A slot: 0, its place, 0, its bytes. Scratch memory: 1,
-# the place of its dtype in _DTYPES, whether the computation is the first to write it, its elements.
+# the place of its dtype in _DTYPES, who is the first to write it, its elements.
 Buffer = tuple[int, int, int, int]
 
 _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
@@ -61,14 +71,16 @@ class Pool:
         if flat.untyped_storage().nbytes():
             flat.untyped_storage().resize_(0)
 
-    def scratch(self, numel: int, dtype: torch.dtype, device: torch.device, for_compute: bool = False) -> torch.Tensor:
+    def scratch(
+        self, numel: int, dtype: torch.dtype, device: torch.device, writer: Writer = Writer.TASKS
+    ) -> torch.Tensor:
         """A flat tensor of undefined content.
 
         Args:
             numel: Number of elements.
             dtype: Element type.
             device: Device of the tensor.
-            for_compute: The computation is the first to write it, and not a task of the communication stream.
+            writer: Who is the first to write it.
         """
         return torch.empty(numel, dtype=dtype, device=device)
 
@@ -137,7 +149,9 @@ class HostPool(Pool):
             if not self._unsharded:
                 self._kept.clear()
 
-    def scratch(self, numel: int, dtype: torch.dtype, device: torch.device, for_compute: bool = False) -> torch.Tensor:
+    def scratch(
+        self, numel: int, dtype: torch.dtype, device: torch.device, writer: Writer = Writer.TASKS
+    ) -> torch.Tensor:
         """See :meth:`Pool.scratch`."""
         flat = torch.empty(0, dtype=dtype, device=device)
         kept = self._take(numel * dtype.itemsize)
@@ -196,9 +210,18 @@ class Slot:
         """A flat tensor over the bytes from ``begin`` on. The slot grows if it is too small."""
         end = begin + numel * dtype.itemsize
         if self.storage.nbytes() < end:
+            if not self.storage.resizable():  # a part of a block
+                self.take(torch.UntypedStorage(0, device=self.storage.device))
             self.storage.resize_(end)
         flat = torch.empty(0, dtype=dtype, device=self.storage.device)
         return flat.set_(self.storage, begin // dtype.itemsize, (numel,), (1,)).zero_()
+
+    def take(self, memory: torch.UntypedStorage) -> None:
+        """Move to other memory, with all views; the present memory, and its content, are dropped."""
+        if _CAN_SWAP:
+            self.storage._swap_data_ptr_(memory)  # type: ignore[attr-defined]
+        else:
+            self.storage.resize_(memory.nbytes())
 
 
 class FixedPool:
@@ -234,14 +257,14 @@ class FixedPool:
         own = depth == 0 or (depth > 1 and inner_apart)
         return UnitPool(self, self._by_place[("own", number) if own else (depth, number % self._slots)])
 
-    def scratch(self, numel: int, dtype: torch.dtype, device: torch.device, for_compute: bool) -> torch.Tensor:
+    def scratch(self, numel: int, dtype: torch.dtype, device: torch.device, writer: Writer) -> torch.Tensor:
         """The smallest free buffer that is large enough, or a new one.
 
         A task gives a buffer back while its kernels may still use it. That is safe for the next task, which follows in
-        the stream's order, but not for the computation, which does not wait. Buffers that tasks write first and
-        buffers that the computation writes first are kept apart.
+        the stream's order, but not for the computation or another stream, which do not wait. Buffers are kept apart by
+        who is the first to write them.
         """
-        kind = (dtype, device, for_compute)
+        kind = (dtype, device, writer)
         with self._lock:
             free = self._free[kind]
             fitting = min((t for t in free if t.numel() >= numel), key=torch.Tensor.numel, default=None)
@@ -271,30 +294,42 @@ class FixedPool:
             scratch = [(kind, tensor) for kind, free in self._free.items() for tensor in free]
             scratch += self._lent.values()
         found = [(0, place, 0, slot.storage.nbytes()) for place, slot in enumerate(self._by_place.values())]
-        found += [
-            (1, _DTYPES.index(dtype), int(for_compute), tensor.numel()) for (dtype, _, for_compute), tensor in scratch
-        ]
+        found += [(1, _DTYPES.index(dtype), int(writer), tensor.numel()) for (dtype, _, writer), tensor in scratch]
         return sorted(found)
 
     def renew(self, buffers: list[Buffer], device: torch.device) -> None:
-        """Replace all buffers by new ones on ``device``, allocated in the given order, with undefined content.
+        """Replace all buffers by new ones on ``device``, in the given order, with undefined content.
+
+        They are parts of one allocation. Between several, the allocator would choose the distances, and on each rank
+        others. Without ``_swap_data_ptr_``, slots are allocations of their own.
 
         Slots move together with their views; no unit may be unsharded. Tensors in use keep their memory. It
         leaves the pool, so that giving them back frees it.
         """
+        sizes = [size * (_DTYPES[which].itemsize if is_scratch else 1) for is_scratch, which, _, size in buffers]
+        ends = list(accumulate(-(-size // BUFFER_ALIGNMENT) * BUFFER_ALIGNMENT for size in sizes))
         with self._lock:
             self._free.clear()
             self._lent.clear()
             slots = list(self._by_place.values())
             for slot in slots:
-                slot.storage.resize_(0)
-            for is_scratch, which, for_compute, size in buffers:
+                slot.take(torch.UntypedStorage(0, device=device))
+            block = torch.empty(ends[-1] if ends else 0, dtype=torch.uint8, device=device).untyped_storage()
+            for begin, nbytes, (is_scratch, which, writer, size) in zip([0, *ends], sizes, buffers, strict=False):
+                part = block[begin : begin + nbytes]
                 if is_scratch:
-                    kind = (_DTYPES[which], device, bool(for_compute))
-                    self._free[kind].append(torch.empty(size, dtype=kind[0], device=device))
+                    kind = (_DTYPES[which], device, Writer(writer))
+                    flat = torch.empty(0, dtype=kind[0], device=device)
+                    self._free[kind].append(flat.set_(part, 0, (size,), (1,)))
                 else:
-                    slots[which].storage.resize_(size)
+                    slots[which].take(part)
             self.grown = False
+
+    def addresses(self) -> list[int]:
+        """Where the buffers lie that :meth:`renew` has just made: first the slots, then scratch memory."""
+        storages = [slot.storage for slot in self._by_place.values()]
+        storages += [flat.untyped_storage() for free in self._free.values() for flat in free]
+        return [storage.data_ptr() for storage in storages if storage.nbytes()]
 
 
 def sufficient(lists: list[list[Buffer]]) -> list[Buffer]:
@@ -307,8 +342,8 @@ def sufficient(lists: list[list[Buffer]]) -> list[Buffer]:
     result: dict[tuple[int, int, int], list[int]] = {}
     for buffers in lists:
         sizes: dict[tuple[int, int, int], list[int]] = defaultdict(list)
-        for is_scratch, which, for_compute, size in sorted(buffers, reverse=True):
-            sizes[is_scratch, which, for_compute].append(size)
+        for is_scratch, which, writer, size in sorted(buffers, reverse=True):
+            sizes[is_scratch, which, writer].append(size)
         for kind, found in sizes.items():
             result[kind] = [max(pair) for pair in zip_longest(result.get(kind, []), found, fillvalue=0)]
     return sorted((*kind, size) for kind, found in result.items() for size in found)
@@ -341,9 +376,11 @@ class UnitPool(Pool):
     def free(self, flat: torch.Tensor) -> None:
         """Do nothing."""
 
-    def scratch(self, numel: int, dtype: torch.dtype, device: torch.device, for_compute: bool = False) -> torch.Tensor:
+    def scratch(
+        self, numel: int, dtype: torch.dtype, device: torch.device, writer: Writer = Writer.TASKS
+    ) -> torch.Tensor:
         """See :meth:`FixedPool.scratch`."""
-        return self._pool.scratch(numel, dtype, device, for_compute)
+        return self._pool.scratch(numel, dtype, device, writer)
 
     def give_back(self, tensor: torch.Tensor) -> None:
         """See :meth:`FixedPool.give_back`."""

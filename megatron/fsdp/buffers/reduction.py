@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.fsdp.buffers.flat_buffer import gap_views, slot_view
-from megatron.fsdp.buffers.pool import Pool
+from megatron.fsdp.buffers.pool import Pool, Writer
 from megatron.fsdp.comm.backends import require_group
 from megatron.fsdp.comm.collectives import Collectives, collectives_of, exchanging
 from megatron.fsdp.comm.context import CommContext
@@ -35,11 +35,13 @@ class _Axis:
         group: Its ranks.
         scatters: A rank gets its shard of the sum. Otherwise every rank gets the full sum.
         own: This rank's slice of the buffer that is reduced.
+        writer: The tasks that reduce over it.
     """
 
     group: dist.ProcessGroup
     scatters: bool
     own: slice
+    writer: Writer
 
 
 class Reduction:
@@ -59,7 +61,8 @@ class Reduction:
         pool: Provides the memory of temporary buffers.
 
     Attributes:
-        stream: Runs reductions.
+        stream: Runs reductions over the inner axis.
+        outer_stream: Runs those over the outer axis.
         context: How the model communicates.
         collectives: How gradients are communicated.
         to_host: Reduced gradients are copied to host memory.
@@ -79,17 +82,19 @@ class Reduction:
         pool: Pool,
     ) -> None:
         self.pool = pool
-        self.stream = context.stream
+        self.stream, self.outer_stream = context.stream, context.outer_stream
         self.context = context
         self.to_host = context.offloads and config.offloads_gradients
         self._layout = layout
         self._device = context.device
         owned = Ownership.of(layout, sharding, axes)
-        self.inner = _Axis(self.stream.group(axes.inner), sharding.inner.shards_optimizer, owned.inner)
+        self.inner = _Axis(self.stream.group(axes.inner), sharding.inner.shards_optimizer, owned.inner, Writer.TASKS)
         self.outer: _Axis | None = None
         if axes.outer is not None:
             own = within(owned.main, owned.inner)
-            self.outer = _Axis(self.stream.group(axes.outer), sharding.outer.shards_optimizer, own)
+            writer = Writer.TASKS if self.outer_stream is self.stream else Writer.OUTER_TASKS
+            group = self.outer_stream.group(axes.outer)
+            self.outer = _Axis(group, sharding.outer.shards_optimizer, own, writer)
         # Fused kernels write gradients in main_grads_dtype, so there is nothing narrower to send. Ranks that keep sums
         # of micro-batches might differ in what they send, so these are sent in the wide dtype.
         self._may_narrow = not config.fused_weight_gradients and sharding.inner.shards_gradients
@@ -148,7 +153,7 @@ class Reduction:
 
     def new_flat(self, dtype: torch.dtype) -> torch.Tensor:
         """A flat buffer of undefined content for gradients that the computation writes."""
-        return self.pool.scratch(self._layout.numel, dtype, self._device, for_compute=True)
+        return self.pool.scratch(self._layout.numel, dtype, self._device, Writer.COMPUTE)
 
     def slot(self, flat: torch.Tensor, i: int) -> torch.Tensor:
         """The gradient of parameter ``i`` as a view of a flat buffer."""
@@ -215,7 +220,8 @@ class Reduction:
             The sum in ``main_grads_dtype``.
         """
         assert self.outer is not None
-        return self._over(self.outer, self.cast(inner_sum, self.dtypes.grad_comm), inner_sum, total)
+        flat = self.cast(inner_sum, self.dtypes.grad_comm, self.outer.writer)
+        return self._over(self.outer, flat, inner_sum, total)
 
     def _over(self, axis: _Axis, flat: torch.Tensor, given: torch.Tensor, total: torch.Tensor | None) -> torch.Tensor:
         """Reduce ``flat``, which is ``given`` or a copy of it, over an axis, and add this rank's slice to ``total``."""
@@ -237,21 +243,22 @@ class Reduction:
         dtype, sums_in = self.dtypes.main_grads, self.dtypes.grad_comm
         if not axis.scatters:
             self.collectives.all_reduce(flat, self._op, axis.group)
-            return self.cast(flat, dtype)
+            return self.cast(flat, dtype, axis.writer)
         # In place unless the sum is wider or the result is kept. A shard in another dtype is a copy anyway.
         apart = flat.dtype != sums_in or (kept and flat.dtype == dtype)
-        shard = self.pool.scratch(axis.own.stop - axis.own.start, sums_in, flat.device) if apart else flat[axis.own]
+        numel = axis.own.stop - axis.own.start
+        shard = self.pool.scratch(numel, sums_in, flat.device, axis.writer) if apart else flat[axis.own]
         self.collectives.reduce_scatter(shard, flat, self._op, axis.group)
-        total = self.cast(shard, dtype)
+        total = self.cast(shard, dtype, axis.writer)
         if apart and total is not shard:
             self.pool.give_back(shard)
         return total
 
-    def cast(self, tensor: torch.Tensor, dtype: torch.dtype, for_compute: bool = False) -> torch.Tensor:
+    def cast(self, tensor: torch.Tensor, dtype: torch.dtype, writer: Writer = Writer.TASKS) -> torch.Tensor:
         """The tensor itself, or a copy in memory of the pool if it has another dtype."""
         if tensor.dtype == dtype:
             return tensor
-        return self.pool.scratch(tensor.numel(), dtype, tensor.device, for_compute).copy_(tensor)
+        return self.pool.scratch(tensor.numel(), dtype, tensor.device, writer).copy_(tensor)
 
     def _give_back(self, tensors: list[torch.Tensor], but: list[torch.Tensor]) -> None:
         """Give tensors back to the pool, some of which may be views of others, except the memory of ``but``."""

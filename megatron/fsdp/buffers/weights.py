@@ -9,7 +9,7 @@ import torch
 from megatron.fsdp.buffers.flat_buffer import FlatBuffer, slot_view
 from megatron.fsdp.buffers.pool import Pool
 from megatron.fsdp.buffers.quantizing import QuantizationBatch, SharedBy
-from megatron.fsdp.comm.backends import require_group
+from megatron.fsdp.comm.backends import require_group, runs_ahead
 from megatron.fsdp.comm.collectives import broadcast, collectives_of
 from megatron.fsdp.comm.context import CommContext
 from megatron.fsdp.comm.streams import Handle
@@ -56,6 +56,7 @@ class WeightPlane:
         is_resident: ``shard`` stays in memory while the unit is sharded. Otherwise it lies in ``buffer``, as it does if
             the full array stays.
         is_current: The array is whole and up to date.
+        kept: What this rank keeps of the array from forward to backward. Only tasks of the stream use it.
         generation: That of the main weights that ``shard`` was made from. Only tasks of the stream read and write
             this, and these run one after the other.
     """
@@ -83,6 +84,7 @@ class WeightPlane:
             self.shard = self.buffer.flat[owned.inner]
         self.own = self.shard[within(owned.main, owned.inner)]
         self.is_current = False
+        self.kept: torch.Tensor | None = None
         self.generation = -1
 
 
@@ -110,6 +112,7 @@ class WeightBuffer:
         context: Devices of compute and main weights, and the stream that runs unshards.
         pool: Provides the memory of unsharded weights.
         planes: The arrays of bytes of quantized compute weights; empty for others.
+        ranks_after_forward: Number of ranks that hold the weights together from a forward to its backward. None: all.
 
     Attributes:
         temporary: The compute weights have memory only while they are unsharded.
@@ -119,6 +122,7 @@ class WeightBuffer:
         stream: Runs unshards.
         collectives: How shards are gathered. Replaced only while no unshard is in flight.
         batch: Quantizes main weights into the planes; None if compute weights are not quantized.
+        keeps: Every rank keeps a shard since a forward: the next unshard of a backward gathers those.
         unsharding: The planes of each unshard that was started and not waited for.
         version: Version counter of the main weights when they were last unsharded; None before the first unshard since
             :meth:`invalidate`. If the counter differs, main weights were written after that. It sees every write
@@ -135,6 +139,7 @@ class WeightBuffer:
         context: CommContext,
         pool: Pool,
         planes: Sequence[Plane] = (),
+        ranks_after_forward: int | None = None,
     ) -> None:
         self.layout = layout
         self.sharding = sharding
@@ -143,7 +148,15 @@ class WeightBuffer:
         self.stream = stream = context.unshard_stream
         self.collectives = collectives_of(context.dp_group, context.device)
         self._inner = stream.group(axes.gather)
-        self._outer = None if axes.outer is None else stream.group(axes.outer)
+        # The stream that updates this rank's shard; another one than ``stream`` where that takes an all-gather.
+        gathers = axes.outer is not None and sharding.outer.shards_optimizer and not planes
+        self._update_stream = context.outer_stream if gathers and runs_ahead(context.device) else stream
+        self._outer = None if axes.outer is None else self._update_stream.group(axes.outer)
+        self._reader: Handle | None = None
+        # The planes of quantized weights differ between forward and backward.
+        near = axes.neighbours(ranks_after_forward) if self.temporary and not planes else None
+        self._near = None if near is None else stream.group(near)
+        self.keeps = False
         self.owned = Ownership.of(layout, sharding, axes)
         make = functools.partial(WeightPlane, sharding=sharding, axes=axes, device=context.device, pool=pool)
         self.planes = [
@@ -232,6 +245,7 @@ class WeightBuffer:
         # the compute from writing main weights that the stream still reads.
         self.wait()
         self._set_outdated()
+        self.drop_kept()
         self._generation += 1
         if self.batch is not None:
             self.batch.version += 1
@@ -243,27 +257,90 @@ class WeightBuffer:
         if not wanted:
             return None
         self.version = self.main._version
-        version = 0 if self.batch is None else self.batch.version
-        handle = self.stream.run(functools.partial(self._unshard, wanted, self._generation, version))
+        if self.keeps and planes is PlaneSet.BACKWARD:
+            self.keeps = False
+            handle = self.stream.run(self._unshard_kept)
+        else:
+            version = 0 if self.batch is None else self.batch.version
+            generation, update = self._generation, None
+            if self._update_stream is not self.stream and any(plane.generation != generation for plane in wanted):
+                shards = functools.partial(self._update_shards, wanted, generation, self._reader)
+                update = self._update_stream.run(shards)
+            handle = self.stream.run(functools.partial(self._unshard, wanted, generation, version, update))
+            self._reader = None if self._update_stream is self.stream else handle
         self.unsharding[handle] = wanted
         return handle
 
-    def _unshard(self, planes: list[WeightPlane], generation: int, version: int) -> None:
+    def _update_shards(self, planes: list[WeightPlane], generation: int, reader: Handle | None) -> None:
+        """Task of the outer stream: gather shards over the outer axis, while other units are gathered over the inner.
+
+        Shards stay in memory, and an unshard of the earlier weights that nothing waited for may still read them.
+        """
+        if reader is not None:
+            reader.wait()
+        for plane in planes:
+            self._update(plane, generation, 0)
+
+    def _update(self, plane: WeightPlane, generation: int, version: int) -> None:
+        """Make the inner rank's shard of main weights, where it stays in memory."""
+        if plane.is_resident and plane.generation != generation:
+            own = self._cast_into(plane.own, version)
+            if self.sharding.outer.shards_optimizer and self._outer is not None:
+                self.collectives.all_gather(plane.shard, own, self._outer)
+            plane.generation = generation
+
+    def _unshard(self, planes: list[WeightPlane], generation: int, version: int, update: Handle | None = None) -> None:
         """Task. It allocates in the stream, so the memory follows the stream's order from here to :meth:`reshard`."""
         require_group(self._inner)
+        if update is not None:
+            update.wait()  # the stream of the task does
         for plane in planes:
             if self.temporary:
                 plane.buffer.allocate()
             shard = plane.shard
-            if not plane.is_resident:
+            if plane.is_resident:
+                self._update(plane, generation, version)
+            else:
                 shard = self._cast_into(plane.own, version)
-            elif plane.generation != generation:
-                own = self._cast_into(plane.own, version)
-                if self.sharding.outer.shards_optimizer and self._outer is not None:
-                    self.collectives.all_gather(shard, own, self._outer)
-                plane.generation = generation
             if self.sharding.inner.shards_optimizer:
                 self.collectives.all_gather(plane.buffer.flat, shard, self._inner)
+
+    def _unshard_kept(self) -> None:
+        """Task: gather what the neighbours have kept since the forward."""
+        assert self._near is not None
+        require_group(self._near)
+        for plane in self.planes:
+            plane.buffer.allocate()
+            assert plane.kept is not None, "every rank keeps a shard when it reshards after forward"
+            own = self._near_part(plane).copy_(plane.kept)
+            plane.kept = None
+            self.collectives.all_gather(plane.buffer.flat, own, self._near)
+
+    def _near_part(self, plane: WeightPlane) -> torch.Tensor:
+        """The part of a full array that this rank keeps from forward to backward."""
+        assert self._near is not None
+        return plane.buffer.flat.view(self._near.size(), -1)[self._near.rank()]
+
+    def _keep(self) -> None:
+        """Task: copy this rank's part of the weights, in memory of the stream, and free them."""
+        for plane in self.planes:
+            plane.kept = self._near_part(plane).clone()
+        self._free()
+
+    def gather_all(self) -> None:
+        """Gather over all ranks in backward, too, from now on."""
+        self.drop_kept()
+        self._near = None
+
+    def drop_kept(self) -> None:
+        """Free what is kept for a backward, which then gathers main weights again."""
+        if self.keeps:
+            self.keeps = False
+            self.stream.run(self._drop_kept)
+
+    def _drop_kept(self) -> None:
+        for plane in self.planes:
+            plane.kept = None
 
     def _cast_into(self, own: torch.Tensor, version: int) -> torch.Tensor:
         """The main weights in the compute weights' dtype: themselves, or a copy in ``own``."""
@@ -285,18 +362,28 @@ class WeightBuffer:
                 waited = self.unsharding.pop(handle) if handle.done else []
             for plane in waited:
                 plane.is_current = True
+            if handle is self._reader and handle.done:
+                # Tasks of the outer stream start after the compute. A captured one must not wait for an earlier event.
+                self._reader = None
 
-    def reshard(self) -> None:
+    def reshard(self, keep: bool = False) -> None:
         """Free temporary compute weights, which nothing reads after the compute issued so far.
 
         On CUDA that compute may still run. Only a later task of the stream gets the memory, and it waits for the
         compute issued before it. An unshard that nothing has waited for may have failed, and is not waited for.
+
+        Args:
+            keep: See :meth:`megatron.fsdp.runtime.unit.Unit.reshard`.
         """
         if not self.temporary:
             return
         for plane in self.planes:
             plane.is_current = False
-        if self.unsharding:
+        if keep and self._near is not None:
+            self.unsharding.clear()
+            self.keeps = True
+            self.stream.run(self._keep)
+        elif self.unsharding:
             self.unsharding.clear()
             # Behind the unshard in the stream's order: the collective of the other ranks still needs the memory.
             self.stream.run(self._free)

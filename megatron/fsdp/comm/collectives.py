@@ -123,3 +123,23 @@ def all_to_all(
     """
     with gloo.ensure_released(group, output, flat):
         dist.all_to_all_single(output, flat, received, sent, group=group)
+
+
+def send_ranges(
+    ranges: list[torch.Tensor], group: dist.ProcessGroup, to: int | None = None, tag: int = 0
+) -> list[dist.Work]:
+    """Start to complete a tensor of which each rank of the group has a range, of any length.
+
+    Args:
+        ranges: In rank order: this rank's is filled, and the others are received.
+        group: The ranks.
+        to: The only rank that receives, by its number in the group. None: all receive.
+        tag: Another one for each tensor that is on its way.
+    """
+    own, operations = group.rank(), list[dist.P2POp]()
+    for peer in (peer for peer in range(group.size()) if peer != own):
+        if to in (None, peer) and ranges[own].numel():
+            operations.append(dist.P2POp(dist.isend, ranges[own], group=group, group_peer=peer, tag=tag))
+        if to in (None, own) and ranges[peer].numel():
+            operations.append(dist.P2POp(dist.irecv, ranges[peer], group=group, group_peer=peer, tag=tag))
+    return dist.batch_isend_irecv(operations) if operations else []

@@ -22,6 +22,8 @@ class CommContext:
         device: Where the model computes, and where collectives run.
         main_device: Where main weights are: ``device``, or the host if they are offloaded.
         stream: Runs reductions and everything else that is communicated, except unshards.
+        outer_stream: Runs what is communicated over the outer axis, often a slower link. On CUDA it is another stream:
+            what other units communicate over the inner axis goes on meanwhile.
         unshard_stream: Runs unshards. On CUDA it is another stream: casts and copies of a reduction do not delay the
             next unshard. On a CPU it is another one only if unshards have process groups that nothing else uses.
         dp_group: All data-parallel ranks, as a group that tasks of ``stream`` may use.
@@ -32,6 +34,7 @@ class CommContext:
     main_device: torch.device
     stream: Stream
     unshard_stream: Stream
+    outer_stream: Stream
     dp_group: dist.ProcessGroup
     channel: Channel
 
@@ -43,6 +46,7 @@ class CommContext:
         dp_group: dist.ProcessGroup,
         channel: Channel,
         separate_unshards: bool,
+        has_outer: bool = False,
     ) -> "CommContext":
         """The context of a model. May make a process group, so all ranks of ``dp_group`` must call it.
 
@@ -52,10 +56,18 @@ class CommContext:
             dp_group: All data-parallel ranks.
             channel: Records what is issued.
             separate_unshards: Unshards have process groups that nothing else uses.
+            has_outer: There is an outer axis.
         """
         stream = communication_stream(device, dp_group)
-        unshard_stream = communication_stream(device, dp_group, second=separate_unshards or runs_ahead(device))
-        return cls(device, main_device, stream, unshard_stream, stream.group(dp_group), channel)
+        second = "second" if separate_unshards or runs_ahead(device) else ""
+        third = "outer" if has_outer and runs_ahead(device) else ""
+        unshards, outer = (communication_stream(device, dp_group, name) for name in (second, third))
+        return cls(device, main_device, stream, unshards, outer, stream.group(dp_group), channel)
+
+    @property
+    def streams(self) -> list[Stream]:
+        """All streams, each once."""
+        return list(dict.fromkeys([self.stream, self.unshard_stream, self.outer_stream]))
 
     @property
     def offloads(self) -> bool:
@@ -74,11 +86,12 @@ class CommContext:
 
     def join(self) -> None:
         """Make compute wait for all tasks that were issued."""
-        for stream in dict.fromkeys([self.stream, self.unshard_stream]):
+        for stream in self.streams:
             stream.join()
 
     def join_unshards(self) -> None:
         """Make compute wait for all unshards that were issued, used or not."""
+        # What they have gathered over the outer axis ends before.
         self.unshard_stream.join()
 
     def any_rank(self, flags: list[bool], *groups: dist.ProcessGroup) -> "SetFlags":

@@ -14,12 +14,13 @@ raise an error. With NCCL the host does not wait for collectives, so there is on
 import json
 import logging
 import os
+import socket
 import sys
 import sysconfig
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -34,7 +35,15 @@ import torch.distributed as dist
 from megatron.fsdp.comm.backends import backend_of, is_communication_error, moves_data, runs_ahead
 from megatron.fsdp.comm.process_groups import timeout_of
 from megatron.fsdp.comm.rounds import SECONDS_FOR_ANSWERS, Round, holds_store
-from megatron.fsdp.comm.streams import CollectiveMismatch, Handle, at_end, error_at_end, fail_all_waits, watch_end
+from megatron.fsdp.comm.streams import (
+    CollectiveMismatch,
+    Handle,
+    at_end,
+    error_at_end,
+    fail_all_waits,
+    ignore_captures,
+    watch_end,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -45,12 +54,14 @@ SECONDS_TO_REPORT = 60.0
 # Environment variable: seconds instead of SECONDS_TO_REPORT; 0 for no report.
 REPORT_AFTER = "MEGATRON_FSDP_REPORT_AFTER"
 
-# The most positions, and the most different operations, in a report; the rest is counted.
+# The most positions, different operations, and hosts of one position, in a report; the rest is counted.
 MAX_POSITIONS, MAX_DIFFERENT = 30, 4
+MAX_HOSTS = 4
 
 FAILED = "Communication with other ranks has failed."
-# Names of rounds: by number, and one for the last answers of processes that have ended.
-_PREFIX, _ENDED = "journal", "journal/ended"
+# Names of rounds: by number, one for the last answers of processes that have ended, and one for the hosts, which every
+# rank publishes beforehand: a rank that does not answer is the one to look for.
+_PREFIX, _ENDED, _HOSTS = "journal", "journal/ended", "journal/hosts"
 _REMEDY = (
     "Every rank must run the same forwards, backwards and steps, including in evaluation, when saving, after an "
     "exception that is caught, and at the end of the data."
@@ -99,8 +110,13 @@ class Log:
 
     @property
     def unfinished(self) -> list[int]:
-        """Numbers of the operations that have not ended."""
-        return [number for number, _, watchers in list(self._issued) if not all(ended() for ended in watchers)]
+        """Numbers of the operations that have not ended. Watchers that have ended are not asked again."""
+        found = []
+        for number, _, watchers in list(self._issued):
+            watchers[:] = [ended for ended in watchers if not ended()]
+            if watchers:
+                found.append(number)
+        return found
 
     def answer(self) -> dict[str, Any]:
         """The log in the form that is sent to other ranks."""
@@ -134,9 +150,15 @@ class Channel:
 
 
 class Journal:
-    """The logs of this process, by the ranks that it communicates with."""
+    """The logs of this process, by the ranks that it communicates with.
+
+    Attributes:
+        query_after: Seconds without a new operation before :meth:`stuck_for` asks whether operations have ended. On a
+            GPU this queries events, of which compute under capture in a CUDA graph should see few.
+    """
 
     def __init__(self) -> None:
+        self.query_after = 0.0
         self._logs: dict[tuple[int, ...], Log] = {}
         self._count, self._unfinished, self._since = 0, 0, 0.0
 
@@ -171,6 +193,8 @@ class Journal:
         if (count := self.count) != self._count:
             # Query the device only while nothing is issued: compute may be under capture in a CUDA graph.
             self._count, self._unfinished, self._since = count, -1, max((log.last for log in logs), default=now)
+            return 0.0
+        if now - max((log.last for log in logs), default=now) < self.query_after:
             return 0.0
         unfinished = sum(len(log.unfinished) for log in logs)
         if self._unfinished not in (-1, unfinished):
@@ -316,7 +340,8 @@ def _read_report(joined: Round, prints: bool) -> Report:
     def write(end: float) -> str:
         size = dist.get_world_size()
         answers = joined.collect(range(size), end, otherwise=Round(_ENDED))
-        text, proven = describe({int(rank): json.loads(answer) for rank, answer in answers.items()}, size)
+        hosts = {int(rank): host for rank, host in Round(_HOSTS).collect(range(size), 0.0).items()}
+        text, proven = describe({int(rank): json.loads(answer) for rank, answer in answers.items()}, size, hosts)
         return json.dumps([text, proven, dist.get_rank() if prints else -1])
 
     written = joined.verdict(write)
@@ -325,16 +350,21 @@ def _read_report(joined: Round, prints: bool) -> Report:
     return Report(*json.loads(written))
 
 
-def describe(answers: dict[int, dict], size: int) -> tuple[str, bool]:
+def describe(answers: dict[int, dict], size: int, hosts: Mapping[int, str] | None = None) -> tuple[str, bool]:
     """Write the report. Returns it, and whether it proves that ranks have issued different operations.
 
     Args:
         answers: The answers of :meth:`Journal.as_json` by rank. Some may be missing.
         size: Number of ranks.
+        hosts: Names of machines by rank. Some may be missing.
     """
-    conclusion, proven = _compare(answers)
+
+    def name(ranks: Sequence[int]) -> str:
+        return name_ranks(ranks, hosts)
+
+    conclusion, proven = _compare(answers, name)
     silent = sorted(set(range(size)) - set(answers))
-    look = f" Look at the output of {name_ranks(silent)}." if silent else ""
+    look = f" Look at the output of {name(silent)}." if silent else ""
     groups: dict[str, list[int]] = {}
     for rank in range(size):
         text = _describe_rank(answers[rank]) if rank in answers else "no answer; ended, or busy in native code"
@@ -342,9 +372,9 @@ def describe(answers: dict[int, dict], size: int) -> tuple[str, bool]:
     by_size = sorted(groups, key=lambda text: len(groups[text]))
     # Small groups differ from the rest, and the largest is the rest.
     kept = {*by_size[: MAX_POSITIONS - 1], by_size[-1]}
-    lines = [f"  {name_ranks(ranks)}: {text}" for text, ranks in groups.items() if text in kept]
+    lines = [f"  {name(ranks)}: {text}" for text, ranks in groups.items() if text in kept]
     if others := [rank for text, ranks in groups.items() if text not in kept for rank in ranks]:
-        lines.append(f"  {name_ranks(others)}: {len(groups) - len(kept)} more positions")
+        lines.append(f"  {name(others)}: {len(groups) - len(kept)} more positions")
     return "\n".join([conclusion + look, "Positions of the ranks:", *lines, _NEXT]), proven
 
 
@@ -361,7 +391,7 @@ def _describe_rank(answer: dict) -> str:
     return f"last issued {issued[last]} (number {last}); {place}{waiting}"
 
 
-def _compare(answers: dict[int, dict]) -> tuple[str, bool]:
+def _compare(answers: dict[int, dict], name: Callable[[Sequence[int]], str]) -> tuple[str, bool]:
     """Describe the first difference between ranks, or the ranks that are behind. Returns whether they differ."""
     logs: dict[tuple[int, ...], dict[int, dict[int, str]]] = {}
     for rank, answer in sorted(answers.items()):
@@ -374,7 +404,7 @@ def _compare(answers: dict[int, dict]) -> tuple[str, bool]:
                 whats.setdefault(issued[number], []).append(rank)
             if len(whats) > 1:
                 groups = sorted(whats.items(), key=lambda item: -len(item[1]))
-                each = [f"{name_ranks(ranks)}: {what}" for what, ranks in groups[:MAX_DIFFERENT]]
+                each = [f"{name(ranks)}: {what}" for what, ranks in groups[:MAX_DIFFERENT]]
                 if more := len(groups) - len(each):
                     each.append(f"and {more} more operations")
                 differ = f"They first differ at number {number}: {'; '.join(each)}."
@@ -383,16 +413,25 @@ def _compare(answers: dict[int, dict]) -> tuple[str, bool]:
     for of_rank in logs.values():
         reached = {rank: max(issued, default=-1) for rank, issued in of_rank.items()}
         if behind := [rank for rank, number in reached.items() if number < max(reached.values())]:
-            return f"{agree}, but {name_ranks(behind)} issued fewer. {_REMEDY}", False
+            return f"{agree}, but {name(behind)} issued fewer. {_REMEDY}", False
     return f"{agree}.", False
 
 
-def name_ranks(ranks: Sequence[int]) -> str:
-    """Format rank numbers, such as ``"rank 3"`` or ``"ranks 0-2, 7"``; after 16 ranges only the number of ranks."""
+def name_ranks(ranks: Sequence[int], hosts: Mapping[int, str] | None = None) -> str:
+    """Format rank numbers, such as ``"rank 3"`` or ``"ranks 0-2, 7"``; after 16 ranges only the number of ranks.
+
+    Args:
+        ranks: The ranks.
+        hosts: Names of machines by rank, which are added (``"rank 3 on node1"``) if there are several machines.
+    """
     runs = [[rank for _, rank in run] for _, run in groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0])]
     text = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs[:16])
     more = f" and {sum(map(len, runs[16:]))} more" if runs[16:] else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {text}{more}"
+    on = ""
+    if hosts and len(set(hosts.values())) > 1:
+        names = list(dict.fromkeys(hosts.get(rank, "an unknown host") for rank in sorted(ranks)))
+        on = f" on {', '.join(names) if len(names) <= MAX_HOSTS else f'{len(names)} hosts'}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {text}{more}{on}"
 
 
 class Watchdog(threading.Thread):
@@ -427,6 +466,7 @@ class Watchdog(threading.Thread):
     def run(self) -> None:
         """Check at every interval, until the thread is stopped or the store is gone. Log each other error once."""
         logged = set()
+        ignore_captures()
         while not self._ended.wait(self._interval):
             try:
                 self._check()
@@ -483,7 +523,9 @@ def watch(group: dist.ProcessGroup, device: torch.device, watches: bool = True) 
             seconds = min(seconds, max(limit - 6 * SECONDS_FOR_ANSWERS, 0.8 * limit))
         # The host does not wait for a CUDA device, so there is no wait that could raise an error.
         compare_after = float("inf") if runs_ahead(device) else SECONDS_TO_COMPARE
+        JOURNAL.query_after = 0.5 * seconds if runs_ahead(device) else 0.0
         _watchdogs.append(Watchdog(JOURNAL, seconds, compare_after=compare_after))
+        Round(_HOSTS).publish(dist.get_rank(), socket.gethostname())
         _watchdogs[0].start()
         at_end(stop_watchdog)
         watch_end()

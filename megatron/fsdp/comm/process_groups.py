@@ -11,12 +11,21 @@ from megatron.fsdp.comm.backends import HOST, backend_of
 def new_group(ranks: list[int], like: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
     """Make a process group. Only its ranks call this, all of them.
 
+    After ``init_process_group(device_id=...)``, torch makes the communicator of a new group by splitting that of all
+    ranks (``_new_process_group_helper`` in torch/distributed/distributed_c10d.py). A split waits for all of them, also
+    for those that do not call this. The new group therefore connects its ranks by itself, at its first collective.
+
     Args:
         ranks: The ranks.
         like: A group whose timeout the new one gets. torch would give it the default.
         name: Description for torch's own messages.
     """
-    return dist.new_group(ranks, timeout=timeout_of(like), use_local_synchronization=True, group_desc=name)
+    everyone = dist.distributed_c10d._get_default_group()
+    bound, everyone.bound_device_id = everyone.bound_device_id, None
+    try:
+        return dist.new_group(ranks, timeout=timeout_of(like), use_local_synchronization=True, group_desc=name)
+    finally:
+        everyone.bound_device_id = bound
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:

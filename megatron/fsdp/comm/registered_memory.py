@@ -46,10 +46,10 @@ def nccl_backends(groups: list[dist.ProcessGroup], device: torch.device) -> list
 class NcclMemory:
     """A memory pool that is registered with the communicators that use what is allocated in it.
 
-    Registering a symmetric window is a collective. torch registers each segment of the pool as one window, in the order
-    of allocation, so all ranks must make the same allocations in the same order. Once a pool is registered, torch also
-    registers every segment that is added to it, at once and on this rank alone. Nothing is therefore allocated in a
-    registered pool: :meth:`allocate` begins a new one.
+    Registering a symmetric window is a collective. torch registers each segment of the pool as one window, and its
+    allocator chooses the segments and the offsets in them. Ranks therefore compare :meth:`places` first. Once a pool is
+    registered, torch also registers every segment that is added to it, at once and on this rank alone. Nothing is
+    therefore allocated in a registered pool: :meth:`allocate` begins a new one.
 
     The registration ends with this object, or before that with the process groups. Ranks should delete their models in
     the same order.
@@ -84,6 +84,20 @@ class NcclMemory:
             self._pool = torch.cuda.MemPool(self._backends[0].mem_allocator)
         with torch.cuda.use_mem_pool(self._pool, device=self._device):
             function()
+
+    def places(self, addresses: list[int]) -> list[int]:
+        """The sizes of the pool's segments, and the segment and the offset in it of each address, as ranks compare it.
+
+        Args:
+            addresses: Begins of allocations from the pool.
+        """
+        segments = [(each["address"], each["total_size"]) for each in self._pool.snapshot()]
+        found = [size for _, size in segments]
+        for address in addresses:
+            for number, (begin, size) in enumerate(segments):
+                if begin <= address < begin + size:
+                    found += [number, address - begin]
+        return found
 
     def register(self, symmetric: bool, any_failed: Callable[[bool], bool] = bool) -> None:
         """Register the pool with all communicators, which must exist: each has run a collective on the device.

@@ -10,6 +10,8 @@ a collective off the computing thread.
 """
 
 import atexit
+import contextlib
+import ctypes
 import logging
 import queue
 import sys
@@ -33,6 +35,7 @@ Task = Callable[[], None]
 # Time limits for communication in flight, which may never end, when the process or its process groups end.
 SECONDS_TO_END = 10.0
 SECONDS_TO_END_AFTER_ERRORS = 1.0
+_THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
 
 class Handle(ABC):
@@ -327,22 +330,22 @@ class CudaStream(Stream):
         return True
 
 
-_STREAMS: dict[tuple[str, int | None] | tuple[str, int | None, str], Stream] = {}
+_STREAMS: dict[tuple[str, int | None, str], Stream] = {}
 
 
-def communication_stream(device: torch.device, group: dist.ProcessGroup, second: bool = False) -> Stream:
+def communication_stream(device: torch.device, group: dist.ProcessGroup, name: str = "") -> Stream:
     """Return the stream that all models of this process on ``device`` share, so that their collectives have one order.
 
     Args:
         device: Device of the collectives.
         group: One of their process groups.
-        second: Return another stream. On a CPU, its collectives are ordered with those of the first stream only if it
-            is used with other groups.
+        name: Of the stream, if there are several. On a CPU, the collectives of two streams are ordered only if they use
+            different groups.
     """
     if is_on_host(device) and not moves_data(group):
-        return _STREAMS.setdefault(("fake", None), InlineStream())
+        return _STREAMS.setdefault(("fake", None, ""), InlineStream())
     watch_end()
-    key = (device.type, device.index, "second") if second else (device.type, device.index)
+    key = (device.type, device.index, name)
     if key not in _STREAMS:
         _STREAMS[key] = CudaStream(device) if runs_ahead(device) else CpuStream()
     return _STREAMS[key]
@@ -351,6 +354,17 @@ def communication_stream(device: torch.device, group: dist.ProcessGroup, second:
 def is_capturing() -> bool:
     """True while a CUDA graph is captured on the current stream."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def ignore_captures() -> None:
+    """Let this thread query events while another thread captures a CUDA graph.
+
+    A capture of the mode "global", the default of ``torch.cuda.graph``, is invalidated by event queries of all threads
+    that have this mode, too. The driver keeps a mode for each thread (``cuThreadExchangeStreamCaptureMode``); torch's
+    own watchdog changes it in the same way, but offers no function for it.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # no driver
+        ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_THREAD_LOCAL)))
 
 
 def finish_tasks() -> None:

@@ -124,7 +124,7 @@ def _gather_full(tensor: DTensor) -> torch.Tensor:
     own = flat.view(mine.shape)
     for axis, other in enumerate(spec.placements):
         if isinstance(other, (Shard, SectionedShard)):
-            own = _gather_chunks(own, other, tensor.shape, mesh, axis)
+            own = gather_chunks(own, other, tensor.shape, mesh.get_group(axis))
     return own
 
 
@@ -231,13 +231,13 @@ def _gather_ranges(mine: torch.Tensor, bounds: list[int], group: dist.ProcessGro
     return whole
 
 
-def _gather_chunks(
-    own: torch.Tensor, placement: Shard | SectionedShard, shape: torch.Size, mesh: DeviceMesh, axis: int
+def gather_chunks(
+    own: torch.Tensor, placement: Shard | SectionedShard, shape: torch.Size, group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """Gather a tensor from the ranks of a tensor-parallel axis."""
-    dim, ranks = placement.dim, mesh.size(axis)
-    full = -(-shape[dim] // ranks)
-    received = _all_gather_padded(own, dim, full, mesh.get_group(axis))
+    """Gather a tensor of ``shape`` from the ranks of a tensor-parallel axis."""
+    dim = placement.dim
+    full = -(-shape[dim] // group.size())
+    received = _all_gather_padded(own, dim, full, group)
     if not isinstance(placement, SectionedShard):
         return torch.cat(received, dim).narrow(dim, 0, shape[dim])
     by_rank = [tensor.split(placement.sections) for tensor in received]

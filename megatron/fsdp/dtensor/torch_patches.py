@@ -142,8 +142,8 @@ def total_norm(
         total = reduce_over(powers, dist.ReduceOp.SUM, mesh, range(mesh.ndim))
         norm = (total ** (1 / norm_type)).to(norm.dtype)
     norm = original([norm], norm_type, error_if_nonfinite)
-    # torch multiplies gradients of another mesh by a plain tensor only.
-    alike = all(tensor.device_mesh == mesh for tensor in sharded)
+    # torch multiplies plain gradients, and those of another mesh, by a plain tensor only.
+    alike = all(isinstance(tensor, DTensor) and tensor.device_mesh == mesh for tensor in tensors)
     return replicated(norm, mesh) if alike else norm
 
 

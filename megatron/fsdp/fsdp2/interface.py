@@ -46,6 +46,8 @@ from torch.utils._pytree import tree_map
 
 from megatron.fsdp.comm.backends import is_on_host
 from megatron.fsdp.comm.process_groups import require_process_group
+from megatron.fsdp.comm.streams import communication_stream
+from megatron.fsdp.dtensor.unsupported import OWNER
 from megatron.fsdp.fsdp2.custom_collectives import all_gather_by, reduce_scatter_by
 from megatron.fsdp.fsdp2.marked import (
     Mark,
@@ -138,6 +140,14 @@ def _cast(value: Any, dtype: torch.dtype | None, device: torch.device | None = N
     return tree_map(convert, value)
 
 
+class MarkedTwice(ValueError, AssertionError):
+    """Raised if :func:`fully_shard` is called on a module twice. torch raises an AssertionError."""
+
+
+class NotCopied(NotImplementedError, AssertionError):
+    """Raised by ``copy.deepcopy`` of a sharded module. torch raises an AssertionError."""
+
+
 class UnshardHandle:
     """The all-gathers that ``unshard(async_op=True)`` has started."""
 
@@ -183,7 +193,7 @@ class FSDPModule(MarkedModule):
         return original(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict) -> NoReturn:
-        raise NotImplementedError(NO_COPY)
+        raise NotCopied(NO_COPY)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise NotImplementedError(NO_PICKLE)
@@ -221,6 +231,13 @@ class FSDPModule(MarkedModule):
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = fn(buffer)
+            for name, parameter in module._parameters.items():
+                if parameter is not None and not hasattr(parameter, OWNER):
+                    value = fn(parameter.data)
+                    if parameter.is_meta:
+                        module._parameters[name] = nn.Parameter(value, parameter.requires_grad)
+                    else:
+                        parameter.data = value  # optimizers may hold this object
         return self
 
     # State -----------------------------------------------------------------------------------------------------
@@ -317,13 +334,15 @@ class FSDPModule(MarkedModule):
         self._update_sync()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Set whether units are resharded after forward. The outermost module's unit stays unsharded in any case."""
+        """Set whether units are resharded after forward."""
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(f"reshard_after_forward: expected a bool; got {reshard_after_forward!r}.")
         for mark in self._marks(recurse):
             mark.reshard_after_forward = reshard_after_forward
             if (unit := mark.unit()) is not None:
-                unit.keeps_weights = mark.keeps_weights
+                unit.keeps_weights = not reshard_after_forward
+                for group in unit.groups:
+                    group.weights.gather_all()
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the summed gradients of this module's unit by ``factor``, instead of by the number of ranks."""
@@ -412,6 +431,7 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     shard_granularity: str = "row",
+    replicated_params: set[nn.Parameter] | None = None,
 ) -> T:
     """Mark a module as a unit: its parameters are unsharded and resharded together.
 
@@ -421,19 +441,23 @@ def fully_shard(
         module: The module, or a list of modules, each of which becomes a unit.
         mesh: One data-parallel axis, or two named ones: parameters are sharded over the second and replicated over the
             first (HSDP). None: one axis over all ranks. It must be the same for all modules of a model.
-        reshard_after_forward: Whether to reshard the unit after forward and unshard it again for backward. None: True.
-            The outermost module's unit stays unsharded until backward in any case. A number of ranks must divide the
-            size of the mesh; 1 means False, and any other number means True. (torch reshards to that many ranks, which
-            takes more memory and makes the second all-gather faster.)
+        reshard_after_forward: Whether to reshard the unit after forward and unshard it again for backward. None: True,
+            but False for the outermost module. A number must divide the ranks of the (inner) axis: the unit is
+            resharded to groups of so many neighbouring ranks, which makes the second all-gather faster and keeps a
+            larger shard until backward. 1 means False.
         shard_placement_fn: Must return None or ``Shard(0)`` for every parameter.
         mp_policy: Dtypes. They may differ between the modules of a model.
         offload_policy: ``CPUOffloadPolicy()`` keeps main weights in host memory. It must be the same for all modules
             of a model.
-        ignored_params: Must be empty.
+        ignored_params: Parameters that stay as they are: neither moved nor sharded, and their gradients are those of
+            each rank. As in torch, those inside a module that was marked before count only if that call got them.
         dp_mesh_dims: Must be None.
         shard_granularity: Smallest unit of a parameter that is never split between ranks, as in
             :func:`megatron.fsdp.fully_shard_model`: ``"tensor"`` for Muon, ``"parameter"`` for Adafactor or 8-bit Adam.
             It may differ between modules. torch's function has no such argument.
+        replicated_params: Parameters that every rank keeps in full: not sharded, and their gradients are averaged as
+            with DDP. Those inside a module that was marked before count only if that call got them. torch's function
+            has no such argument.
 
     Returns:
         ``module`` itself, which is now also an :class:`FSDPModule`.
@@ -445,8 +469,6 @@ def fully_shard(
     """
     require_process_group()
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
-    if ignored_params:
-        raise NotImplementedError("ignored_params: every parameter of the module is sharded. Leave it empty.")
     if dp_mesh_dims is not None:
         raise NotImplementedError("dp_mesh_dims: give the data-parallel axes as mesh, for instance mesh['dp'].")
     parse_granularity(shard_granularity)
@@ -455,10 +477,11 @@ def fully_shard(
     # torch's policy classes are accepted too: only attributes are read, and theirs have the same names.
     policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
     engine_policy = _engine_policy(policy)
+    ignored = frozenset(ignored_params or ())
     for each in modules:
         index, device = axes_of(mesh, each)
-        equalize(each, index, device)
-        reshard = _resolve_reshard_after_forward(reshard_after_forward, index.dense.inner.size())
+        equalize(each, index, device, ignored)
+        _check_reshard_after_forward(reshard_after_forward, index.dense.inner.size())
         each.__class__ = _marked_class(type(each))
         assert isinstance(each, FSDPModule)
         mark = Mark(
@@ -470,11 +493,23 @@ def fully_shard(
             input_dtype=policy.param_dtype if policy.cast_forward_inputs else None,
             output_dtype=policy.output_dtype,
             offload=hasattr(offload_policy, "pin_memory"),
-            reshard_after_forward=reshard,
+            reshard_after_forward=reshard_after_forward,
             shard_granularity=shard_granularity,
+            ignored=ignored,
+            replicated=frozenset(replicated_params or ()),
         )
+        if (near := index.dense.neighbours(mark.ranks_after_forward)) is not None:
+            communication_stream(device, index.dense.dp_group).group(near)  # now: sharding communicates nothing
         set_mark(each, mark)
     return module
+
+
+def _state(module: nn.Module) -> Mark | None:
+    """The settings of a module that :func:`fully_shard` was called on; None for others."""
+    return mark_of(module) if isinstance(module, FSDPModule) else None
+
+
+fully_shard.state = _state  # type: ignore[attr-defined]
 
 
 def _engine_policy(policy: MixedPrecisionPolicy) -> EnginePolicy:
@@ -486,24 +521,19 @@ def _engine_policy(policy: MixedPrecisionPolicy) -> EnginePolicy:
     return EnginePolicy(main_params_dtype=None, grad_comm_dtype=reduce_dtype, compute_dtype=policy.param_dtype)
 
 
-def _resolve_reshard_after_forward(value: bool | int | None, ranks: int) -> bool | None:
-    """Turn a number of ranks into a bool: 1 means False, and others mean True. Other values are returned as they are.
-
-    Raises:
-        ValueError: ``value`` has another type, or is a number that does not divide ``ranks``.
-    """
+def _check_reshard_after_forward(value: bool | int | None, ranks: int) -> None:
+    """Raise ValueError if ``value`` has another type, or is a number that does not divide ``ranks``."""
     if value is None or isinstance(value, bool):
-        return value
+        return
     if not isinstance(value, int):
         raise ValueError(f"reshard_after_forward: expected a bool or a number of ranks; got {value!r}.")
     if value < 1 or ranks % value:
         raise ValueError(f"reshard_after_forward: expected a divisor of the mesh's {ranks} ranks; got {value}.")
-    return value > 1
 
 
 def _check_module(module: nn.Module, placement: Callable[[nn.Parameter], object] | None) -> None:
     if isinstance(module, FSDPModule):
-        raise ValueError(f"fully_shard was called on this {type(module).__name__} before. Call it once per module.")
+        raise MarkedTwice(f"fully_shard was called on this {type(module).__name__} before. Call it once per module.")
     if not isinstance(module, nn.Module) or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         raise ValueError(f"fully_shard: expected a module that has a forward; got {type(module).__name__}.")
     if placement is None:

@@ -59,8 +59,11 @@ class Mark:
         input_dtype: Dtype that inputs of the forward are cast to. None: no cast.
         output_dtype: Dtype that outputs of the forward are cast to. None: no cast.
         offload: Whether main weights are in host memory.
-        reshard_after_forward: Whether the unit is resharded after forward. None: True, except for the outermost unit.
+        reshard_after_forward: Whether the unit is resharded after forward, or a number of ranks that it is resharded
+            to. None: True, except for the outermost unit.
         shard_granularity: Smallest unit of a parameter that is never split between ranks.
+        ignored: Parameters that are left as they are, if this is the innermost marked module around them.
+        replicated: Likewise, parameters that every rank holds in full.
         requires_gradient_sync: Whether gradients are reduced.
         requires_all_reduce: Whether gradients are reduced over the outer axis.
         is_last_backward: Whether the next backward is the last one before the optimizer's step.
@@ -79,8 +82,10 @@ class Mark:
     input_dtype: torch.dtype | None
     output_dtype: torch.dtype | None
     offload: bool
-    reshard_after_forward: bool | None
+    reshard_after_forward: bool | int | None
     shard_granularity: str = "row"
+    ignored: frozenset[nn.Parameter] = frozenset()
+    replicated: frozenset[nn.Parameter] = frozenset()
     requires_gradient_sync: bool = True
     requires_all_reduce: bool = True
     is_last_backward: bool = True
@@ -91,9 +96,16 @@ class Mark:
     guards: list[RemovableHandle] = field(default_factory=list)
 
     @property
-    def keeps_weights(self) -> bool:
-        """Whether the unit stays unsharded from forward to backward."""
-        return self.reshard_after_forward is False
+    def keeps_weights(self) -> bool | None:
+        """Whether the unit stays unsharded from forward to backward; None if that depends on its place."""
+        value = self.reshard_after_forward
+        return None if value is None else value is not True and value in (False, 1)
+
+    @property
+    def ranks_after_forward(self) -> int | None:
+        """Number of ranks that the unit is resharded to; None if it is not to a part of them."""
+        value = self.reshard_after_forward
+        return None if value is None or isinstance(value, bool) or value == 1 else value
 
 
 # Keys in the __dict__ of modules. Marks and models are stored there directly, without nn.Module.__setattr__.
@@ -113,10 +125,11 @@ def mark_of(module: nn.Module) -> Mark:
 def set_mark(module: MarkedModule, mark: Mark) -> None:
     """Store the settings of a module whose class has already been replaced by a marked one."""
     module.__dict__[_MARK] = mark
+    ignored = _own_parameters(module, "ignored")
     mark.guards = [
         parameter.register_hook(functools.partial(refuse_early_read, name))
         for name, parameter in nn.Module.named_parameters(module)  # the module's own method would shard it
-        if parameter.requires_grad
+        if parameter.requires_grad and parameter not in ignored
     ]
     _pending.add(module)
     _watch_steps()
@@ -136,6 +149,26 @@ def _shard_before_step(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
         if held and any(id(parameter) in held for parameter in owned):
             shard_if_pending(module)
             attach_if_needed(optimizer)
+
+
+def _own_modules(module: nn.Module) -> list[nn.Module]:
+    """The module and those inside it, without marked ones and what these contain."""
+    found = [module]
+    for owner in found:
+        found += [child for child in owner.children() if not isinstance(child, MarkedModule)]
+    return found
+
+
+def _own_parameters(root: nn.Module, kind: str) -> frozenset[nn.Parameter]:
+    """The parameters in ``root`` that the innermost marked modules around them were given as ``kind``."""
+    return frozenset(
+        parameter
+        for module in root.modules()
+        if isinstance(module, MarkedModule)
+        for owner in _own_modules(module)
+        for parameter in owner._parameters.values()
+        if parameter is not None and parameter in getattr(mark_of(module), kind)
+    )
 
 
 def is_pending(module: MarkedModule) -> bool:
@@ -212,7 +245,8 @@ class InPlaceModel:
 
 def _settings_of(part: UnitPart) -> UnitSettings:
     mark = mark_of(part.module)
-    return UnitSettings(mark.policy, mark.shard_granularity, mark.keeps_weights, mark.divisor)
+    kept = mark.keeps_weights, mark.ranks_after_forward
+    return UnitSettings(mark.policy, mark.shard_granularity, *kept, mark.divisor)
 
 
 def model_of(module: MarkedModule) -> InPlaceModel:
@@ -251,13 +285,15 @@ def _shard(root: MarkedModule) -> None:
             raise NotImplementedError(f"offload_policy: {name} and the modules around it must have the same policy.")
     check_no_other_engine(root)
     tensors = [t for m in root.modules() for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
-    _check(partition(root, parameters_of(root), (MarkedModule,)))
     config = FSDPConfig(
         mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=None),  # each unit has its policy
         sync_module_states=False,  # see equalize()
         init_model_with_meta_device=any(tensor.is_meta for tensor in tensors),
         offload_optimizer=mark.offload,
+        ignored_params=_own_parameters(root, "ignored"),
+        replicated_params=_own_parameters(root, "replicated"),
     )
+    _check(partition(root, parameters_of(root, config), (MarkedModule,)))
     # Not pending from here on: building the engine reads parameters(), which must not shard the model again.
     for module in marked.values():
         _pending.discard(module)
@@ -298,7 +334,9 @@ def _with_tensor_parallel(index: MeshIndex, tensors: Sequence[torch.Tensor]) -> 
             "the mesh given to fully_shard."
         )
     both = None if index.dense.outer is None else index.dense.dp_group
-    return MeshIndex(whole, index.dp_shard_dim, index.dp_outer_dim, names[0], both)
+    extended = MeshIndex(whole, index.dp_shard_dim, index.dp_outer_dim, names[0], both)
+    extended.dense.near.update(index.dense.near)
+    return extended
 
 
 def axes_of(mesh: DeviceMesh | None, module: nn.Module) -> tuple[MeshIndex, torch.device]:
@@ -334,18 +372,18 @@ def axes_of(mesh: DeviceMesh | None, module: nn.Module) -> tuple[MeshIndex, torc
 _reported: weakref.WeakSet[MeshIndex] = weakref.WeakSet()
 
 
-def equalize(module: nn.Module, index: MeshIndex, device: torch.device) -> None:
+def equalize(module: nn.Module, index: MeshIndex, device: torch.device, ignored: frozenset[nn.Parameter]) -> None:
     """Give the weights and buffers of the first rank to the others if they differ. A collective.
 
     Later there is no time for it: sharding communicates nothing, and leaves every rank with its shards. Marked modules
     inside the module were compared when they were marked.
     """
     tensors: dict[str, torch.Tensor] = {}
-    inside = [module]
-    for owner in inside:
-        inside += [child for child in owner.children() if not isinstance(child, MarkedModule)]
+    for owner in _own_modules(module):
         for name, tensor in (*owner._parameters.items(), *owner._buffers.items()):
-            if tensor is not None and (isinstance(tensor.data, DTensor) or type(tensor.data) is torch.Tensor):
+            if tensor is None or tensor in ignored:
+                continue
+            if isinstance(tensor.data, DTensor) or type(tensor.data) is torch.Tensor:
                 value = local_shard(tensor.data) if isinstance(tensor.data, DTensor) else tensor.data
                 tensors[f"{name} of {type(owner).__name__}, tensor {len(tensors)}"] = value
     found = {f"shape of {name}": f"{value.shape}, {value.dtype}, {value.is_meta}" for name, value in tensors.items()}

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from megatron.fsdp.dtensor.ragged_dtensor import local_shard, make_like
+from megatron.fsdp.dtensor.ragged_dtensor import make_like
 from megatron.fsdp.optim.block_state import initial_state
 from megatron.fsdp.optim.classes import BY_PARAMETER, looks_at
 from megatron.fsdp.optim.local_step import State, move_scales
@@ -82,7 +83,7 @@ class FreshState:
     def _state_of(self, optimizer: torch.optim.Optimizer, options: dict, main: nn.Parameter) -> State | None:
         if not main.requires_grad:
             return None
-        local, by_parameter = local_shard(main), looks_at(optimizer) == "parameter"
+        local, by_parameter = _local(main), looks_at(optimizer) == "parameter"
         if by_parameter and not local.numel():
             return None  # only the rank that owns the parameter has state
         if looks_at(optimizer) == "block":
@@ -183,4 +184,5 @@ def _initial(key: str, value: Any, options: dict, main: nn.Parameter, shape: tup
         return torch.full_like(value, start)
     if tuple(value.shape) != shape:
         raise ValueError(f"state {key!r} is not shaped like its parameter")
-    return make_like(torch.full_like(local_shard(main), start, dtype=value.dtype), main)
+    local = torch.full_like(_local(main), start, dtype=value.dtype)
+    return make_like(local, main) if isinstance(main, DTensor) else local

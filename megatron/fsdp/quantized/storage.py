@@ -1,7 +1,7 @@
 """How a quantized compute weight is stored: the interface of the formats, and their registry by tensor class."""
 
 import importlib
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, Protocol
@@ -170,6 +170,31 @@ def storage_of(parameter: torch.Tensor) -> WeightStorage | None:
     _import_plugin(cls)
     storage = _FORMATS.get(cls)
     return None if storage is None else storage(parameter)
+
+
+def drop_copies_after_forward(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Let layers of Transformer Engine quantize plain weights in backward again, which is then gathered again.
+
+    Otherwise autograd keeps what they have quantized in forward: up to 2 bytes per element of all weights. They ask
+    whether FSDP2 shards them, and keep the answer in an attribute (``is_fsdp2`` in transformer_engine/pytorch/module/
+    base.py, from version 2.15 on).
+
+    Args:
+        modules: Layers whose weights are freed between forward and backward; others are ignored.
+
+    Returns:
+        The layers that keep their copies: Transformer Engine's that do not ask.
+    """
+    kept = []
+    for module in modules:
+        quantized = any(storage_of(parameter) is not None for parameter in module.parameters(recurse=False))
+        if quantized or not hasattr(module, "fp8_meta"):
+            continue
+        if hasattr(type(module), "is_fsdp2"):
+            module._is_fsdp2 = True  # type: ignore[assignment]
+        else:
+            kept.append(module)
+    return kept
 
 
 def quantized_on_meta(module: nn.Module, name: str) -> torch.Tensor | None:

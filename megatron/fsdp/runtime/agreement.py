@@ -116,6 +116,7 @@ def _describe(param: ShardedParameter, unit: UnitPart) -> str:
     parameter = param.compute
     text = f"shape {tuple(parameter.shape)}, {parameter.dtype}, {'trained' if parameter.requires_grad else 'frozen'}"
     text += "".join(f", {mark}" for mark in ("expert", "repeated") if getattr(param.key, mark))
+    text += ", replicated" if param.replicated else ""
     if param.key.storage is not None:
         text += f", stored as {param.key.storage}"
     if param.tensor_parallel is not None:

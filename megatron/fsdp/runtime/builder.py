@@ -22,16 +22,18 @@ from megatron.fsdp.comm.context import CommContext
 from megatron.fsdp.comm.journal import Channel, watch
 from megatron.fsdp.comm.process_groups import require_process_group
 from megatron.fsdp.comm.registered_memory import check_can_register
-from megatron.fsdp.config import FSDPConfig
+from megatron.fsdp.config import OF_EXPERTS, FSDPConfig
 from megatron.fsdp.dtensor import torch_patches
 from megatron.fsdp.dtensor.unsupported import OWNER
 from megatron.fsdp.init.deferred import drop_recipes
 from megatron.fsdp.init.materialize import check_can_materialize, comes_last, initialize, materialize_buffers
+from megatron.fsdp.quantized.storage import drop_copies_after_forward
 from megatron.fsdp.runtime.agreement import Agreement, compare_values, fingerprint, give_from_first, propagate_errors
 from megatron.fsdp.runtime.engine import Engine
 from megatron.fsdp.runtime.partition import (
     UnitClasses,
     UnitPart,
+    check_exceptions,
     check_not_wrapped,
     check_parameters,
     check_quantized,
@@ -60,13 +62,15 @@ class UnitSettings:
     Attributes:
         policy: Dtypes.
         shard_granularity: The smallest unit of a parameter that is not split between ranks.
-        keeps_weights: Weights stay unsharded from a forward until its backward.
+        keeps_weights: Weights stay unsharded from a forward until its backward. None: those of the root do.
+        ranks_after_forward: Number of ranks that hold the weights together in between. None: all.
         divisor: Divides the sum of gradients. None: the number of ranks.
     """
 
     policy: MixedPrecisionPolicy
     shard_granularity: str
-    keeps_weights: bool = False
+    keeps_weights: bool | None = None
+    ranks_after_forward: int | None = None
     divisor: float | None = None
 
 
@@ -126,11 +130,13 @@ def make_blueprint(
     require_process_group()
     torch_patches.apply()
     device = compute_device(module, device)
-    params = parameters_of(module)
+    params = parameters_of(module, config)
     check_not_wrapped(module, params)
     index = index or default_index(device)
     channel = watch(index.dense.dp_group, device, watches=not config.cuda_graph_mode)
-    common = UnitSettings(config.mixed_precision_policy, config.shard_granularity)
+    number = config.reshard_after_forward
+    keeps = True if number == 1 else None
+    common = UnitSettings(config.mixed_precision_policy, config.shard_granularity, keeps, number)
     settings = settings_of or (lambda part: common)
     with propagate_errors(index):
         root, tp_mesh = _check_and_divide(module, params, config, index, unit_modules, device)
@@ -139,12 +145,15 @@ def make_blueprint(
     reshards = unit_modules is not None or bool(root.children)
     if settings_of is None and dist.get_rank() == 0:
         _log_surprises(root, config, reshards)
+        if index.expects_experts:
+            _log_unused(root, config)
 
     def settings_to_compare(part: UnitPart) -> str:
         if settings_of is not None:
             own = settings_of(part)
             divisor = "" if own.divisor is None else f", gradients divided by {own.divisor}"
-            return f"{own.policy}, reshard_after_forward={not own.keeps_weights}{divisor}"
+            reshards_to = own.ranks_after_forward or (None if own.keeps_weights is None else not own.keeps_weights)
+            return f"{own.policy}, reshard_after_forward={reshards_to}{divisor}"
         return f"weights are resharded: {reshards}" if part is root else ""
 
     agreement = Agreement(index, *fingerprint(root, config, index, settings_to_compare))
@@ -162,6 +171,16 @@ def _log_surprises(root: UnitPart, config: FSDPConfig, reshards: bool) -> None:
         )
 
 
+def _log_unused(root: UnitPart, config: FSDPConfig) -> None:
+    """Log the strategies of experts that a model without experts was given."""
+    given = [name for name in OF_EXPERTS if getattr(config, name) is not None]
+    if given and not any(param.key.expert for part in root.walk() for param in part.params):
+        logger.warning(
+            "FSDP: %s: no parameter is an expert. Give expt_device_mesh, the mesh of experts, or leave it out.",
+            ", ".join(given),
+        )
+
+
 def _check_and_divide(
     module: nn.Module,
     params: list[ShardedParameter],
@@ -171,6 +190,12 @@ def _check_and_divide(
     device: torch.device,
 ) -> tuple[UnitPart, DeviceMesh | None]:
     """Return the model's units, and its tensor-parallel mesh if it has one."""
+    check_exceptions(module, config)
+    if (ranks := index.dense.inner.size()) % (config.reshard_after_forward or 1):
+        raise ValueError(
+            f"reshard_after_forward: expected a divisor of the {ranks} ranks of dp_shard_dim; got "
+            f"{config.reshard_after_forward}."
+        )
     receives = config.sync_module_states and all(axes.dp_group.rank() for axes in (index.dense, index.experts))
     materialize = config.init_model_with_meta_device or bool(receives)
     check_parameters(params, device, config.mixed_precision_policy, materialize)
@@ -202,6 +227,7 @@ def build_engine(blueprint: Blueprint) -> Engine:
         blueprint.index.dense.dp_group,
         blueprint.channel,
         separate_unshards=blueprint.index.has_gather_group,
+        has_outer=blueprint.index.dense.outer is not None,
     )
     modules_without_parameters = materialize_buffers(module, device)
     for buffer in module.buffers():
@@ -231,6 +257,8 @@ def _install(engine: Engine, blueprint: Blueprint) -> None:
     for unit, part in zip(engine.units, blueprint.root.walk(), strict=True):
         unit.channel = blueprint.channel
         unit.install_hooks(root_modules(part.module) if unit.is_root else [part.module], engine.schedule)
+        if unit.gathers_twice:
+            drop_copies_after_forward(unit.layers())
     for group in engine.groups:
         group.show(compute=False)
         if engine.config.fused_weight_gradients:  # also for frozen groups, which may be unfrozen later
@@ -270,7 +298,10 @@ def _build_units(
     for part in creation_order(blueprint.root, config.init_model_with_meta_device):
         place, settings = part.index, blueprint.settings_of(part)
         own = dataclasses.replace(
-            config, mixed_precision_policy=settings.policy, shard_granularity=settings.shard_granularity
+            config,
+            mixed_precision_policy=settings.policy,
+            shard_granularity=settings.shard_granularity,
+            reshard_after_forward=settings.ranks_after_forward,
         )
         own = own if blueprint.reshards else own.with_full_weights()
         pool = common if fixed is None else fixed.for_unit(place, part.depth, apart)
@@ -285,7 +316,9 @@ def _build_units(
         for group in empty:
             group.initialize_main()
         units[place] = unit = Unit(part.name, groups, place, pool.slot)
-        unit.keeps_weights, unit.is_offloaded = settings.keeps_weights, place in offloaded
+        unit.is_offloaded = place in offloaded
+        if settings.keeps_weights is not None:
+            unit.keeps_weights = settings.keeps_weights
         if settings.divisor is not None:
             unit.rescale_gradients(index.size / settings.divisor)
     for part in parts:

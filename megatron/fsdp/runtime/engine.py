@@ -393,6 +393,7 @@ class Engine:
         """Multiply the gradients in ``.grad`` in place by a number, or by a tensor with one element."""
         grads = [getattr(param.main, self.config.grad_attribute, None) for param in self.params()]
         shards = [local_shard(grad) for grad in grads if grad is not None]
+        shards += [parameter.grad for parameter in self.config.ignored_params if parameter.grad is not None]
         for device in {shard.device for shard in shards}:
             factor = scaling_factor
             if isinstance(factor, torch.Tensor):

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from megatron.fsdp.buffers.flat_buffer import storage_id
 from megatron.fsdp.buffers.parameter import TENSOR_PARALLEL, GroupKey, ShardedParameter, check_class, refuse_early_read
 from megatron.fsdp.comm.backends import is_on_host
+from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.dtensor.unsupported import OWNER
 from megatron.fsdp.helpers.arguments import described
 from megatron.fsdp.helpers.spelling import did_you_mean
@@ -129,17 +130,38 @@ def _resolve(entry: Any, kinds: set[type]) -> type[nn.Module]:
     return cls
 
 
-def parameters_of(module: nn.Module) -> list[ShardedParameter]:
-    """The parameters of a model, each once, with all places where it is registered."""
+def parameters_of(module: nn.Module, config: FSDPConfig) -> list[ShardedParameter]:
+    """The parameters of a model that are not ignored, each once, with all places where it is registered."""
     found: dict[int, ShardedParameter] = {}
     for path, owner in module.named_modules():
         for attribute, parameter in owner._parameters.items():
-            if parameter is not None:
+            if parameter is not None and parameter not in config.ignored_params:
                 name = public_name(f"{path}.{attribute}" if path else attribute)
-                param = found.setdefault(id(parameter), ShardedParameter(name, parameter, [], []))
+                replicated = parameter in config.replicated_params
+                param = found.setdefault(
+                    id(parameter), ShardedParameter(name, parameter, [], [], replicated=replicated)
+                )
                 param.sites.append((owner, attribute))
                 param.names.append(name)
     return list(found.values())
+
+
+def check_exceptions(module: nn.Module, config: FSDPConfig) -> None:
+    """Check the parameters that are not to be sharded.
+
+    Raises:
+        ValueError: One is not in the model, or is to be both ignored and replicated.
+    """
+    known = set(module.parameters())
+    for name in ("ignored_params", "replicated_params"):
+        given = frozenset(getattr(config, name))
+        if strangers := given - known:
+            raise ValueError(
+                f"{name}: {len(strangers)} of {len(given)} are no parameters of the model, one of shape "
+                f"{tuple(next(iter(strangers)).shape)}. Give objects that its parameters() yields before it is sharded."
+            )
+    if both := frozenset(config.ignored_params) & frozenset(config.replicated_params):
+        raise ValueError(f"{len(both)} parameters are in ignored_params and in replicated_params: choose one.")
 
 
 def check_not_wrapped(module: nn.Module, params: list[ShardedParameter]) -> None:

@@ -164,10 +164,9 @@ class Plans:
         return Plan(requested, self._distance, Direction.BACKWARD)
 
     def _guessed_backward(self) -> Plan:
-        # The root, and the unit that forward ends with, are still unsharded when backward begins.
+        # Units that keep their weights, and the one that forward ends with, are still unsharded when backward begins.
         last = [op for op in self.forward.requested[-1:] if not self._units[op.unit_index].is_directional]
-        kept = [Op(OpKind.UNSHARD, 0), *last]
-        kept += [Op(OpKind.UNSHARD, unit.index) for unit in self._units if unit.keeps_weights]
+        kept = [*last, *(Op(OpKind.UNSHARD, unit.index) for unit in self._units if unit.keeps_weights)]
 
         def requested(unit: Unit) -> list[Op]:
             ops = [Op(OpKind.UNSHARD, unit.index)]

@@ -28,9 +28,9 @@ class BufferRegistration:
     registration, which all ranks make together as soon as one of them has such a buffer.
 
     With symmetric windows, each collective needs its buffers at the same offsets on all ranks. They are, because the
-    pool allocates buffers in the order of the plan, which all ranks share, and the sizes are equal. Where the sizes of
-    parameter groups differ between ranks, as experts may, or NCCL cannot register symmetric windows, all ranks register
-    buffers without them.
+    pool makes all of them from one allocation, hands them out in the order of the plan, which all ranks share, and the
+    sizes are equal. Ranks compare the offsets, too. Where these or the sizes of parameter groups differ between ranks,
+    as experts may, or NCCL cannot register symmetric windows, all ranks register buffers without them.
 
     Args:
         pool: The buffers.
@@ -91,7 +91,7 @@ class BufferRegistration:
         if self._symmetric and not alike:
             logger.warning("FSDP: ranks have parameter groups of other sizes: no symmetric memory is registered.")
         self._allocate(buffers)
-        if self._symmetric and alike:
+        if self._symmetric and alike and self._placed_alike():
             try:
                 self._memory.register(True, self._on_any_rank)
             except RuntimeError as error:
@@ -117,6 +117,16 @@ class BufferRegistration:
     def _on_any_rank(self, flag: bool) -> bool:
         return any(self._context.any_rank([flag], *self._groups, *self._parties).read())
 
+    def _placed_alike(self) -> bool:
+        """Whether all ranks have their buffers at the same offsets of equal segments. A collective."""
+        alike, places = True, self._memory.places(self._pool.addresses())
+        for party in self._parties:
+            numbers = [int(alike), *places]
+            alike = all(each == numbers for each in self._context.exchange(numbers, party))
+        if not alike:
+            logger.warning("FSDP: ranks have buffers at different offsets: no symmetric memory is registered.")
+        return alike
+
     def _agree(self) -> tuple[list[Buffer], bool]:
         """Buffers that suffice for all ranks, and whether all have parameter groups of the same sizes."""
         buffers, alike = self._pool.buffers(), True
@@ -131,4 +141,4 @@ class BufferRegistration:
 
 def _as_buffers(numbers: list[int]) -> list[Buffer]:
     rows = zip(*[iter(numbers)] * 4, strict=True)
-    return [(is_scratch, which, for_compute, size) for is_scratch, which, for_compute, size in rows]
+    return [(is_scratch, which, writer, size) for is_scratch, which, writer, size in rows]

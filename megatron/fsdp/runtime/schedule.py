@@ -54,10 +54,13 @@ class Schedule:
         self.plans = Plans(units, config.max_unsharded_units - 1 if self._prefetches else 0, exchange)
         self.passes = Pass()
         self.reducing: deque[Unit] = deque()
+        self._reducing_shards: deque[Unit] = deque()
         self.refresh_weights = config.cuda_graph_mode
+        self._keeps = False
         self.in_callers_forward = False
         self.groups = [group for unit in units for group in unit.groups]
         self._weights = [group.weights for group in self.groups]
+        self._reduces_apart = any(group.gradients.has_outer_stream for group in self.groups)
         self._params = [param for group in self.groups for param in group.params]
         self._reduces_now = weak_method(reduces_now)
         self._on_backward_end = weak_method(on_backward_end)
@@ -108,6 +111,7 @@ class Schedule:
         self.passes.reset()
         self.in_callers_forward = False
         self.reducing.clear()
+        self._reducing_shards.clear()
 
     def abandon_gradients(self) -> None:
         """Drop gradients that are not synchronized yet."""
@@ -136,6 +140,8 @@ class Schedule:
                 "A CUDA graph is captured before the order of communication is known. Run at least one whole iteration "
                 "first, and one after freezing or unfreezing parameters."
             )
+        # Not the mode of a unit's own forward: reentrant checkpointing turns gradients off, and ranks may skip a unit.
+        self._keeps = torch.is_grad_enabled()
         if self.refresh_weights:
             # The first forward of an iteration, or one without gradients, may be captured, and must contain its
             # unshards. A replayed optimizer step does not mark weights as out of date either.
@@ -235,6 +241,7 @@ class Schedule:
             self._begin_forward()
         elif self.units[0].state is not WeightState.FORWARD and not self.passes.in_backward:
             self._follow_writes()  # the unit was called by itself
+            self._keeps = torch.is_grad_enabled()
         grad = torch.is_grad_enabled()
         if self.passes.in_backward and unit.state is WeightState.BACKWARD:
             self.before_inner_forward(unit)
@@ -258,14 +265,14 @@ class Schedule:
         if unit.state is not WeightState.FORWARD:
             return False
         grad = torch.is_grad_enabled()
-        if grad and (unit.is_root or unit.keeps_weights):
+        if grad and unit.keeps_weights:
             unit.to(WeightState.UNSHARDED)
         elif grad and (self.passes.in_backward or self._is_last(unit)):
             # Backward begins with the last unit of forward: keep it instead of unsharding it again.
             unit.to(WeightState.UNSHARDED)
             self.passes.kept = unit
         else:
-            unit.reshard()
+            unit.reshard(keep=self._keeps and not self.passes.in_backward)
         if self.units[0].state is not WeightState.FORWARD and not self.passes.in_backward:
             # Outside of the model's forward its parameters are main weights, also those of units that stay unsharded:
             # what users write to them must not be lost. A hook may have written since the end of the unit's forward.
@@ -316,7 +323,7 @@ class Schedule:
     def _reshard_kept(self) -> None:
         kept, self.passes.kept = self.passes.kept, None
         if kept is not None and kept.state is WeightState.UNSHARDED:
-            kept.reshard()
+            kept.reshard(keep=not self.passes.in_backward)
 
     # Passes whose caller unshards and reshards units ------------------------------------------------------------
 
@@ -378,7 +385,7 @@ class Schedule:
     def let_go(self, unit: Unit, direction: Direction) -> None:
         """Reshard a unit unless the other pass needs it, and reduce its gradients if backward held it."""
         was_held = direction in unit.held_by
-        if direction is Direction.FORWARD and torch.is_grad_enabled() and (unit.is_root or unit.keeps_weights):
+        if direction is Direction.FORWARD and torch.is_grad_enabled() and unit.keeps_weights:
             return
         unit.let_go(direction)
         if was_held and direction is Direction.BACKWARD and unit.trainable:
@@ -401,8 +408,7 @@ class Schedule:
         unit.expected_by.add(plan.direction)
         # A unit that is not sharded may have been prefetched for the other pass, and lack planes.
         if unit.state is WeightState.SHARDED or unit.is_directional:
-            whole = unit.is_root or unit.keeps_weights
-            in_forward = PlaneSet.ALL if whole else PlaneSet.FORWARD
+            in_forward = PlaneSet.ALL if unit.keeps_weights else PlaneSet.FORWARD
             unit.unshard(PlaneSet.BACKWARD if plan.direction is Direction.BACKWARD else in_forward)
 
     def _unshard_forward_only(self, unit: Unit) -> bool:
@@ -439,7 +445,7 @@ class Schedule:
             self._issue_until(plan, index)
             unit = self.units[plan.requested[index].unit_index]
             if plan.requested[index].kind is not OpKind.REDUCE and unit.state is WeightState.UNSHARDING:
-                unit.let_go(plan.direction)
+                unit.let_go(plan.direction, keep=plan is self.plans.forward and self._keeps)
 
     def _issue_until(self, plan: Plan, index: int) -> None:
         """Issue operations in the order of the plan, up to the one at ``index`` in ``plan.requested``."""
@@ -486,7 +492,13 @@ class Schedule:
     def _issue_reduction(self, unit: Unit) -> None:
         unit.reduced = True
         while len(self.reducing) >= self._config.max_reducing_units:
-            self.reducing.popleft().wait_for_gradients()
+            earlier = self.reducing.popleft()
+            earlier.wait_for_gradients(outer=False)
+            if self._reduces_apart:
+                # The reduction of its shard over the outer axis may go on for as long as that of the next unit.
+                self._reducing_shards.append(earlier)
+                while len(self._reducing_shards) > self._config.max_reducing_units:
+                    self._reducing_shards.popleft().wait_for_gradients()
         if unit.reduce_gradients(self._reduces_now()) and unit.reducing_frees_memory:
             self.reducing.append(unit)
         if not self._config.overlap_grad_reduce:

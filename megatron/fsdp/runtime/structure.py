@@ -74,7 +74,10 @@ def _parameter_registered(module: nn.Module, name: str, parameter: nn.Parameter 
             raise RuntimeError(f"{kind}.{name} would be a parameter that is sharded in another place. {BEFORE}")
     if not _is_sharded(module) or hasattr(parameter, OWNER):
         return
-    if module._parameters.get(name) is not None:
+    before = module._parameters.get(name)
+    if before is not None and not hasattr(before, OWNER):
+        return  # an ignored parameter
+    if before is not None:
         raise RuntimeError(
             f"{kind}.{name} is sharded: a parameter that replaces it would be neither sharded nor trained. Copy values "
             f"into it with torch.no_grad(): module.{name}.copy_(value), where value is the full tensor; or replace it "

@@ -72,7 +72,7 @@ class Unit:
         took_part: Whether the gradient of an output has arrived in this backward.
         reduced: Whether the reduction of this backward's gradients has been issued.
         aside: This backward enters the unit at something else than its outputs, and may leave it at any time.
-        keeps_weights: Whether the weights stay unsharded from a forward until its backward, like the root's.
+        keeps_weights: Whether the weights stay unsharded from a forward until its backward; by default, the root's do.
         is_offloaded: Whether main weights are in host memory, away from the device of the computation.
         held_by: The passes that hold the unit: the caller has unsharded it for them.
         expected_by: The passes that have prefetched the unit and not used it yet.
@@ -95,7 +95,7 @@ class Unit:
         self.took_part = False
         self.reduced = False
         self.aside = False
-        self.keeps_weights = self.is_offloaded = False
+        self.keeps_weights, self.is_offloaded = self.is_root, False
         self.held_by: set[Direction] = set()
         self.expected_by: set[Direction] = set()
         self.channel = Channel(Log([]))
@@ -121,6 +121,11 @@ class Unit:
     def is_root(self) -> bool:
         """True for the unit of the outermost module, which owns all parameters outside other units."""
         return self.name == ""
+
+    @property
+    def gathers_twice(self) -> bool:
+        """Whether the weights are freed after the forward and gathered again for the backward."""
+        return self.temporary and not self.is_root and not self.keeps_weights
 
     @property
     def label(self) -> str:
@@ -234,14 +239,14 @@ class Unit:
         self.expected_by.discard(direction)
         self.held_by.add(direction)
 
-    def let_go(self, direction: Direction) -> None:
-        """Reshard, unless the pass of the other direction holds or expects the unit."""
+    def let_go(self, direction: Direction, keep: bool = False) -> None:
+        """Reshard as :meth:`reshard`, unless the pass of the other direction holds or expects the unit."""
         self.held_by.discard(direction)
         self.expected_by.discard(direction)
         if self.held_by or self.expected_by:
             return
         if self._state in (WeightState.UNSHARDING, WeightState.HELD):
-            self.reshard()
+            self.reshard(keep)
 
     def prepare(self, direction: Direction) -> None:
         """Make compute wait for the unshards that were started, and quantized weights ready for a pass."""
@@ -256,14 +261,18 @@ class Unit:
             raise
 
     @profiled("reshard")
-    def reshard(self) -> None:
-        """Free the compute weights, in any state, once the compute issued so far has read them."""
+    def reshard(self, keep: bool = False) -> None:
+        """Free the compute weights, in any state, once the compute issued so far has read them.
+
+        Args:
+            keep: A backward will follow: if only some of the ranks gather the weights for it, keep a shard.
+        """
         if self._state is WeightState.SHARDED:
             return
         for storage, params in self.quantized:
             storage.after_use(params)
         for group in self.groups:
-            group.weights.reshard()
+            group.weights.reshard(keep)
         self.to(WeightState.SHARDED)
         self._set_versions(readable=False)
         self.show(compute=False)
@@ -344,11 +353,11 @@ class Unit:
             group.gradients.reduce_waiting()
 
     @profiled("wait for reduction")
-    def wait_for_gradients(self) -> None:
-        """Make compute wait for the reductions in flight."""
+    def wait_for_gradients(self, outer: bool = True) -> None:
+        """Make compute wait for the reductions in flight; see :meth:`GradientBuffer.wait`."""
         with report_on_failure():
             for group in self.groups:
-                group.gradients.wait()
+                group.gradients.wait(outer)
 
     def new_pass(self) -> None:
         """Reset the counters at the start of the model's forward."""
@@ -380,9 +389,14 @@ class Unit:
             # always_call: activation checkpointing ends a recomputed forward by raising an exception.
             module.register_forward_hook(self._after, with_kwargs=True, always_call=True)
         if self.is_directional:
-            sites = [site for group in self.groups if group.storage for param in group.params for site in param.sites]
-            for module in {id(owner): owner for owner, _ in sites if owner not in modules}.values():
+            for module in [layer for layer in self.layers(quantized=True) if layer not in modules]:
                 module.register_forward_pre_hook(not_compiled(weak_method(self.pre_inner_forward)), prepend=True)
+
+    def layers(self, quantized: bool = False) -> list[nn.Module]:
+        """The modules that own the unit's parameters, or only those that own quantized ones."""
+        groups = [group for group in self.groups if group.storage or not quantized]
+        sites = [site for group in groups for param in group.params for site in param.sites]
+        return list({id(owner): owner for owner, _ in sites}.values())
 
     def pre_inner_forward(self, module: nn.Module, args: tuple) -> None:
         """Forward pre-hook of modules inside with quantized weights that forward and backward read from other planes.
@@ -503,6 +517,8 @@ class Unit:
         self._depth = 0
         self.new_pass()
         self.reshard()
+        for group in self.groups:
+            group.weights.drop_kept()
 
 
 def as_forward(unit: Unit, module: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:

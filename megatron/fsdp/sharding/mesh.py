@@ -1,7 +1,8 @@
 """The data-parallel axes of the device mesh and their process groups."""
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ class DataParallelAxes:
         outer: Process group of the outer axis; None if there is none.
         gather: Process group for all-gathers, with the ranks of ``inner``; ``inner`` itself unless the user gave one.
         dp_group: Process group of all ranks of both axes.
+        near: Process groups of neighbours on the inner axis, by their sizes; see :meth:`neighbours`.
     """
 
     mesh: DeviceMesh
@@ -31,6 +33,24 @@ class DataParallelAxes:
     outer: dist.ProcessGroup | None
     gather: dist.ProcessGroup
     dp_group: dist.ProcessGroup
+    near: dict[int, dist.ProcessGroup] = field(default_factory=dict, compare=False)
+
+    def neighbours(self, number: int | None) -> dist.ProcessGroup | None:
+        """The group of ``number`` neighbours on the inner axis that contains this rank, or of the nearest divisor.
+
+        The first call with a number is a collective of all ranks.
+
+        Returns:
+            None for all ranks, and if no such number divides those of the inner axis.
+        """
+        ranks = dist.get_process_group_ranks(self.inner)
+        number = math.gcd(number or 0, len(ranks))
+        if number in (1, len(ranks)):
+            return None
+        if number not in self.near:
+            first = self.inner.rank() // number * number
+            self.near[number] = new_group(ranks[first : first + number], self.inner, "megatron_fsdp_neighbours")
+        return self.near[number]
 
     @property
     def size(self) -> int:

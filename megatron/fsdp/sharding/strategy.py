@@ -75,7 +75,8 @@ class Sharding:
         if self.outer.shards_optimizer and not self.inner.shards_optimizer:
             raise ValueError(
                 "outer_dp_sharding_strategy='optim' splits the optimizer state that zero_dp_strategy shards, but "
-                "'no_shard' does not shard it. Use zero_dp_strategy='optim', 'optim_grads' or 'optim_grads_params'."
+                "'no_shard' does not shard it. Use zero_dp_strategy='optim', 'optim_grads' or 'optim_grads_params'. "
+                "Experts inherit both, unless expert_zero_dp_strategy and expert_outer_dp_sharding_strategy are set."
             )
 
     @property

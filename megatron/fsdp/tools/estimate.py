@@ -203,7 +203,7 @@ class Outline(NamedTuple):
 
 def outline(module: nn.Module, classes: tuple[type[nn.Module], ...], config: FSDPConfig) -> Outline:
     """Find the units of a model, which may be on the meta device."""
-    root = partition(module, parameters_of(module), classes, config.enable_fine_grained_param_gather)
+    root = partition(module, parameters_of(module, config), classes, config.enable_fine_grained_param_gather)
     units = tuple(
         (part.name, type(part.module).__name__, tuple(_shape(params, part is root) for params in part.groups))
         for part in root.walk()
@@ -263,7 +263,7 @@ def estimate_outline(
 def _group(group: GroupShape, config: FSDPConfig, axes: AxisSizes, on_host: bool, muon: bool) -> tuple[Bytes, str]:
     """The bytes of a group, which callers must not change, and a description of its dtypes."""
     key, storage = group.key, group.storage
-    sharding = config.sharding if key.divisible else UNSHARDED
+    sharding = config.sharding_of(key.expert) if key.divisible else UNSHARDED
     shards = axes.inner if sharding.inner.shards_optimizer else 1
     shards *= axes.outer if sharding.outer.shards_optimizer else 1
     layout = layout_of(group.shapes, shards, config.granularity, storage)

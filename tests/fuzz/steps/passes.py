@@ -42,6 +42,7 @@ def forward(side: Side, batch: int, order: tuple[int, ...], mode: str, autocast:
 @step(2, index=(0, 1), batch=(0, 1))
 def part(side: Side, index: int, batch: int) -> Any:
     """A block that is called directly."""
+    side.copied |= side.setting.strategy == 0 and side.setting.units in ("none", "whole")
     loss = side.loss(value_of(side.net.blocks[index](side.batch(batch))))
     side.losses.append(loss)
     return loss

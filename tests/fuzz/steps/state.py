@@ -17,8 +17,8 @@ SAVES = ("clone", "deepcopy", "pickle", "full", "get", "dcp")
 @step(4, kind=SAVES, optimizer=(False, True))
 def save(side: Side, kind: str, optimizer: bool) -> None:
     """Keep a state for a later load."""
-    if side.setting.features.batchnorm and kind == "dcp":
-        kind = "pickle"  # of buffers that differ between ranks, dcp keeps those of one rank
+    if side.setting.features.batchnorm and kind in ("dcp", "get"):
+        kind = "pickle"  # of buffers that differ between ranks, these keep those of one rank
     state: dict[str, Any] = {"model": side.model.state_dict()}
     if optimizer:
         state["optimizer"] = side.optimizer.state_dict()

@@ -18,8 +18,10 @@ def write(side: Side, how: str, what: str) -> None:
     if how == "init" and what == "all" and side.setting.mixed:
         what = "block"  # a model of equal weights has activations without variance, and norms of nothing but rounding
     parameters = side.old if how == "old" else side.parameters(what)
-    # Writes to a local tensor of a shard count as writes through .data, which autograd does not see.
-    side.written(hidden=how.startswith("data") or how == "to_local")
+    # Writes to a local tensor of a shard count as writes through .data, which autograd does not see. Of torch's own
+    # DTensors, it does not see writes by _foreach functions either.
+    unseen = how == "foreach" and side.setting.mesh == "tp"
+    side.written(hidden=how.startswith("data") or how == "to_local" or unseen)
     with torch.no_grad():
         if how == "foreach":
             torch._foreach_mul_(parameters, 0.5)

@@ -1,6 +1,7 @@
 """The engine on the simulated device: no unordered accesses to memory, and no wait of the host in a step."""
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -29,6 +30,10 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
     "fused AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
 }
+
+
+# Gradients are taken to the host when the step asks for them, so that no backward waits.
+OFFLOAD: dict[str, Any] = {"offload_optimizer": True, "sync_model_each_microbatch": False, **BF16}
 
 
 class Model(TinyModel):
@@ -68,11 +73,22 @@ def _steps(
     clip: Callable[[], Any] = lambda: None,
     may_wait: bool = False,
 ) -> None:
-    """Train three steps, in which the host may not wait, and look for unordered accesses."""
+    """Train three steps, in which the host may not wait, and look for unordered accesses.
+
+    Args:
+        sim: The device.
+        model: The model.
+        optimizer: Its optimizer.
+        micro_batches: Of each step.
+        no_sync: Context of all but the last of them.
+        clip: Called before the optimizer's step.
+        may_wait: The host may wait after the last backward: it updates weights.
+    """
     data = batches(3, micro_batches).to(DEVICE)
     for step in data:
-        with contextlib.nullcontext() if may_wait else sim.no_host_wait():
+        with sim.no_host_wait():
             _backward(model, step, no_sync)
+        with contextlib.nullcontext() if may_wait else sim.no_host_wait():
             clip()
             optimizer.step()
             optimizer.zero_grad()
@@ -151,16 +167,44 @@ def test_settings(ranks: RankPool, what: str, strategy: str) -> None:
     ranks.run(1, _train, 2, "AdamW", True, False, settings)
 
 
+def _streams_of_axes(outer: str) -> dict[tuple[str, int], set[int]]:
+    """The streams of collectives, by their names and the sizes of what they send."""
+    found: dict[tuple[str, int], set[int]] = defaultdict(set)
+
+    def note(stream: int, function: Any, args: tuple, *unused: Any) -> None:
+        if function.namespace == "c10d" and stream:
+            sent = args[0][0] if isinstance(args[0], list) else args[0]
+            found[function._schema.name, sent.numel()].add(stream)
+
+    with _simulation() as sim:
+        model, optimizer = _sharded(**_with_groups({"two_axes": True, "outer_dp_sharding_strategy": outer}))
+        sim.on_kernel = note
+        _steps(sim, model, optimizer, 1)
+    return found
+
+
+def test_each_axis_has_a_stream(ranks: RankPool) -> None:
+    """So that a unit's reduction over the slower link does not delay the next unit's over the faster one."""
+    reduced, unsharded, outer = {1}, {2}, {3}
+    (found,) = ranks.run(1, _streams_of_axes, "no_shard")
+    scatters = [streams for (name, _), streams in found.items() if name == "c10d::_reduce_scatter_base_"]
+    reductions = [streams for (name, numel), streams in found.items() if name == "c10d::allreduce_" and numel > 100]
+    assert scatters and reductions and all(s == reduced for s in scatters) and all(s == outer for s in reductions)
+    (found,) = ranks.run(1, _streams_of_axes, "optim")
+    gathers = [streams for (name, _), streams in found.items() if name == "c10d::_allgather_base_"]
+    assert unsharded in gathers and outer in gathers and set().union(*gathers) == unsharded | outer
+
+
 @pytest.mark.parametrize("overlap", [True, False], ids=["gathered during the step", "gathered after it"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_offload(ranks: RankPool, strategy: str, overlap: bool) -> None:
-    settings = {"zero_dp_strategy": strategy, "offload_optimizer": True, "overlap_param_gather": overlap, **BF16}
+    settings = {"zero_dp_strategy": strategy, "overlap_param_gather": overlap, **OFFLOAD}
     # The optimizer's step is on the host, which waits for gradients.
     ranks.run(1, _train, 2, "AdamW", True, True, settings)
 
 
 def _by_units() -> None:
-    settings = {"offload_optimizer": True, "offload_fraction": 0.5, **BF16}
+    settings = {"offload_fraction": 0.5, **OFFLOAD}
     with _simulation() as sim:
         model, _ = _sharded(**settings)
         sizes = {unit.label: sum(group.layout.numel for group in unit.groups) for unit in model.engine.units}

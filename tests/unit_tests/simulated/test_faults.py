@@ -10,16 +10,16 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from megatron.fsdp.buffers import reduction
 from megatron.fsdp.buffers.gradients import GradientBuffer
+from megatron.fsdp.buffers.pool import FixedPool
 from megatron.fsdp.buffers.reduction import Reduction
-from megatron.fsdp.buffers.weights import PlaneSet, WeightBuffer
+from megatron.fsdp.buffers.weights import WeightBuffer
 from megatron.fsdp.comm.collectives import BACKEND
 from megatron.fsdp.comm.context import CommContext
-from megatron.fsdp.comm.streams import CudaStream, Handle, Task, communication_stream
+from megatron.fsdp.comm.streams import CudaStream, Handle, Task
 from megatron.fsdp.quantized.reference.base import ReferenceStorage
 from megatron.fsdp.quantized.reference.float8 import Float8Storage
 from megatron.fsdp.quantized.reference.mx import MXStorage
@@ -30,7 +30,20 @@ from tests.models import TinyModel, batches, loss_of
 from tests.ranks import DEVICE as REAL_DEVICE
 from tests.ranks import RankPool
 from tests.simulated.device import DEVICE, SimulatedDevice, simulated_device
-from tests.simulated.faults import Ended, no_wait_for_unshard, task_does_not_wait
+from tests.simulated.faults import (
+    Ended,
+    event_before_kernels,
+    inner_waits_only,
+    no_wait_for_unshard,
+    one_free_list,
+    outer_does_not_wait,
+    placed_given_back_by_task,
+    shards_not_waited_for,
+    task_does_not_wait,
+    waits_for_first_group,
+    waits_for_unshard_stream,
+    weights_allocated_in_reduce_stream,
+)
 from tests.simulated.models import BF16, sharded
 from tests.simulated.ranks import fake_ranks
 from tests.simulated.streams import HostWait
@@ -42,6 +55,8 @@ pytestmark = [
 Plant = Callable[[pytest.MonkeyPatch], None]
 DOUBLE_BUFFER: dict[str, Any] = {"fsdp_double_buffer": True}
 OFFLOAD: dict[str, Any] = {"offload_optimizer": True, **BF16}
+HSDP: dict[str, Any] = {"two_axes": True}
+HYBRID: dict[str, Any] = {"two_axes": True, "outer_dp_sharding_strategy": "optim"}
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: torch.Tensor) -> None:
@@ -54,10 +69,15 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: tor
 
 
 def _train(sim: SimulatedDevice, settings: dict[str, Any]) -> None:
-    """Three steps of two micro-batches."""
-    model, optimizer = sharded(**settings)
-    for micro_batches in batches(3, 2).to(DEVICE):
-        _step(model, optimizer, micro_batches)
+    """Three steps of two micro-batches, whose compute may be on another stream than the default one."""
+    settings = dict(settings)
+    if settings.pop("two_axes", False):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+        settings |= {"device_mesh": mesh, "dp_shard_dim": "inner", "dp_outer_dim": "outer"}
+    with torch.cuda.stream(torch.cuda.Stream() if settings.pop("side_stream", False) else None):
+        model, optimizer = sharded(**settings)
+        for micro_batches in batches(3, 2).to(DEVICE):
+            _step(model, optimizer, micro_batches)
 
 
 @contextlib.contextmanager
@@ -81,36 +101,14 @@ def _replace(owner: Any, name: str, version: Callable[..., Any]) -> Plant:
 # Mistakes that races show ------------------------------------------------------------------------------------------
 
 
-def _no_wait_for_reduction(wait: Callable[..., None], gradients: GradientBuffer) -> None:
+def _no_wait_for_reduction(wait: Callable[..., None], gradients: GradientBuffer, *outer: bool) -> None:
     gradients.handles = [Ended() for _ in gradients.handles]
     wait(gradients)
 
 
-def _wait_for_oldest_only(wait: Callable[..., None], gradients: GradientBuffer) -> None:
+def _wait_for_oldest_only(wait: Callable[..., None], gradients: GradientBuffer, *outer: bool) -> None:
     del gradients.handles[1:]
     wait(gradients)
-
-
-def _event_before_kernels(run: Callable[..., Handle], stream: CudaStream, task: Task) -> Handle:
-    handle = run(stream, lambda: None)
-    run(stream, task)
-    return handle
-
-
-def _placed_given_back_by_task(
-    over_inner: Callable[..., torch.Tensor], self: Reduction, placed: torch.Tensor, total: torch.Tensor | None
-) -> torch.Tensor:
-    total = over_inner(self, placed, total)
-    if reduction.memory_of(total) != reduction.memory_of(placed):
-        self.pool.give_back(placed)
-    return total
-
-
-def _weights_allocated_in_reduce_stream(
-    unshard: Callable[..., Handle | None], weights: WeightBuffer, planes: PlaneSet
-) -> Handle | None:
-    communication_stream(DEVICE, dist.group.WORLD).run(weights.compute.allocate)
-    return unshard(weights, planes)
 
 
 def _slot_taken_from_unit_in_use(patch: pytest.MonkeyPatch) -> None:
@@ -125,18 +123,12 @@ def _resharded_before_backward(use: Callable[..., None], unit: Unit, state: Weig
         unit._set_versions(readable=True)  # autograd would notice
 
 
-def _waits_for_unshard_stream(reduce: Callable[..., Handle], self: GradientBuffer, grads: list, last: bool) -> Handle:
-    reduce(self, grads, last)
-    self.handles[-1] = self.reduction.context.unshard_stream.run(lambda: None)
-    return self.handles[-1]
-
-
 def _unshards_before_update(invalidate: Callable[..., None], engine: Engine) -> None:
     invalidate(engine)
     engine.schedule.prefetch_first()
 
 
-def _left_out(function: Callable[..., Any], *unused: Any) -> None:
+def _left_out(function: Callable[..., Any], *unused: Any, **also_unused: Any) -> None:
     """Nothing happens."""
 
 
@@ -159,6 +151,32 @@ def _quantized_by_compute(unshard: Callable[..., Handle | None], weights: Weight
         for storage, shards in weights.batch._shards.values():
             storage.quantize(shards, lambda values: None)
     return handle
+
+
+def _waits_for_default_stream(run: Callable[..., Handle], stream: CudaStream, task: Task) -> Handle:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "current_stream", torch.cuda.default_stream)
+        return run(stream, task)
+
+
+def _without_wait(name: str) -> Plant:
+    """A collective that is started and not waited for."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        original = getattr(BACKEND, name)
+        patch.setattr(BACKEND, name, lambda *args: original(*args[:-1], group=args[-1], async_op=True))
+
+    return plant
+
+
+class _TwoGroups(TinyModel):
+    """Units with parameters of two dtypes."""
+
+    def to(self, *args: Any) -> Any:
+        super().to(*args)
+        for block in self.blocks:
+            block.norm.float()
+        return self
 
 
 class _OutOfOrder(TinyModel):
@@ -201,18 +219,18 @@ FAULTS: dict[str, Fault] = {
         _replace(GradientBuffer, "wait", _left_out), ZERO_2, ("add_ writes on stream 1", " over_inner", " _step")
     ),
     "event is recorded before the kernels": Fault(
-        _replace(CudaStream, "run", _event_before_kernels), ZERO_3, (*GATHER, "reads on stream 0")
+        _replace(CudaStream, "run", event_before_kernels), ZERO_3, (*GATHER, "reads on stream 0")
     ),
     "buffer is dropped while it is reduced": Fault(
         _replace(GradientBuffer, "hold", _left_out), ZERO_3, (*SCATTER, "addmm writes on stream 0")
     ),
     "buffer goes back to the pool while it is reduced": Fault(
-        _replace(Reduction, "over_inner", _placed_given_back_by_task),
+        _replace(Reduction, "over_inner", placed_given_back_by_task),
         {**ZERO_3, **DOUBLE_BUFFER, "max_reducing_units": 3},
         (*SCATTER, "_foreach_copy_ writes on stream 0", " place"),
     ),
     "weights have memory of the reduce stream": Fault(
-        _replace(WeightBuffer, "unshard", _weights_allocated_in_reduce_stream),
+        _replace(WeightBuffer, "unshard", weights_allocated_in_reduce_stream),
         ZERO_3,
         (*GATHER, "on stream 1", "context.py", " any_rank"),
     ),
@@ -237,7 +255,41 @@ FAULTS: dict[str, Fault] = {
         (*GATHER, "reads on stream 0", " before_backward"),
     ),
     "another stream is waited for": Fault(
-        _replace(GradientBuffer, "reduce", _waits_for_unshard_stream), ZERO_3, (*SCATTER, "writes on stream 0")
+        _replace(GradientBuffer, "reduce", waits_for_unshard_stream), ZERO_3, (*SCATTER, "writes on stream 0")
+    ),
+    "only the first group of a unit is waited for": Fault(
+        _replace(Unit, "prepare", waits_for_first_group),
+        {**ZERO_3, "kind": _TwoGroups, "dtype": torch.bfloat16},
+        (*GATHER, "addmm reads on stream 0"),
+    ),
+    "tasks and compute have one free list": Fault(
+        _replace(FixedPool, "scratch", one_free_list),
+        {**ZERO_3, **DOUBLE_BUFFER, **BF16, "exchange_gradients": True, "max_reducing_units": 3},
+        ("reads on stream 1", " reduce_scatter", "writes on stream 0", " place"),
+    ),
+    "tasks wait for the default stream": Fault(
+        _replace(CudaStream, "run", _waits_for_default_stream),
+        {**ZERO_3, "side_stream": True},
+        ("_foreach_copy_ writes on stream 1", " place", "reduce_scatter"),
+    ),
+    "all-gather is asynchronous": Fault(_without_wait("all_gather"), ZERO_3, (*GATHER, "layer_norm reads on stream 0")),
+    "reduce-scatter is asynchronous": Fault(
+        _without_wait("reduce_scatter"), ZERO_2, ("reduce_scatter_base_ ", "mul_ writes on stream 1")
+    ),
+    "outer reduction does not wait for the inner one": Fault(
+        _replace(GradientBuffer, "_start_outer", outer_does_not_wait),
+        {**ZERO_3, **HSDP},
+        ("add_ writes on stream 1", " over_inner", "allreduce_ writes on stream 3", " over_outer"),
+    ),
+    "outer reduction is not waited for": Fault(
+        _replace(GradientBuffer, "wait", inner_waits_only),
+        {**ZERO_3, **HYBRID},
+        ("reduce_scatter_base_ reads on stream 3", " over_outer", "free writes on stream 0"),
+    ),
+    "outer gather is not waited for": Fault(
+        _replace(WeightBuffer, "_unshard", shards_not_waited_for),
+        {**ZERO_3, **HYBRID},
+        ("_allgather_base_ writes", " _update_shards", "_allgather_base_ reads", " _unshard"),
     ),
     "host reads gradients too early": Fault(
         _replace(CommContext, "finish_offload", _left_out),
@@ -331,6 +383,73 @@ def test_a_blocking_copy_in_a_step_is_found(ranks: RankPool) -> None:
 
 def _records_instead_of_holding(hold: Callable[..., None], gradients: GradientBuffer, buffer: torch.Tensor) -> None:
     buffer.record_stream(torch.cuda.current_stream())
+
+
+def _pageable(main_buffer: Callable[..., torch.Tensor], context: CommContext, numel: int, dtype: Any) -> torch.Tensor:
+    return torch.empty(numel, dtype=dtype, device=context.main_device)
+
+
+def _blocking_cast(
+    cast_into: Callable[..., torch.Tensor], weights: WeightBuffer, own: torch.Tensor, *unused: Any
+) -> Any:
+    return own.copy_(weights.main)
+
+
+OFFLOAD_FAULTS = {
+    "main weights are not pinned": _replace(CommContext, "main_buffer", _pageable),
+    "main weights are copied with a wait": _replace(WeightBuffer, "_cast_into", _blocking_cast),
+}
+
+
+def _blocking_offload(what: str) -> None:
+    for injected in (None, OFFLOAD_FAULTS[what]):
+        with _simulation(injected) as sim:
+            model, optimizer = sharded(**ZERO_3, **OFFLOAD, sync_model_each_microbatch=False)
+            data = batches(2, 1).to(DEVICE)
+            _step(model, optimizer, data[0])
+            # The optimizer's step is on the host, which waits for the gradients. A backward is not.
+            with sim.no_host_wait(), contextlib.nullcontext() if injected is None else pytest.raises(HostWait):
+                loss_of(model, data[1, 0]).backward()
+            assert sim.races == [] or injected is not None
+
+
+@pytest.mark.parametrize("what", OFFLOAD_FAULTS)
+def test_blocking_copies_of_offload_are_found(ranks: RankPool, what: str) -> None:
+    ranks.run(1, _blocking_offload, what)
+
+
+class _Skips(TinyModel):
+    """The first block can be left out."""
+
+    skips = False
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks[self.skips :]:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def _other_optimizer() -> None:
+    """Megatron's optimizer writes main weights without a call of the engine after gradients are synchronized."""
+    for injected in (None, _replace(CommContext, "join_unshards", _left_out)):
+        with _simulation(injected, kernel_time=50.0) as sim:
+            model, optimizer = sharded(kind=_Skips)
+            for tokens in batches(3, 1).to(DEVICE):
+                loss_of(model, tokens[0]).backward()
+                model.finish_grad_sync()
+                model.module.skips = True
+                with torch.no_grad():
+                    torch._foreach_mul_([group.weights.main for group in model.engine.groups], 0.9)
+                model.engine.invalidate_weights()
+                optimizer.zero_grad()
+            reports = [str(race) for race in sim.races]
+            found = [r for r in reports if "_allgather_base_ reads" in r and "_foreach_mul_ writes on stream 0" in r]
+            assert bool(found) == (injected is not None) and bool(reports) == bool(found), reports[:3]
+
+
+def test_main_weights_written_while_an_unused_unit_is_gathered_are_found(ranks: RankPool) -> None:
+    ranks.run(1, _other_optimizer)
 
 
 MEMORY_FAULTS: dict[str, tuple[Plant, dict[str, Any]]] = {

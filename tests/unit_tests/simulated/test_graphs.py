@@ -1,13 +1,18 @@
 """A graph of an iteration, captured and replayed on the simulated device, trains as an eager loop does."""
 
 import contextlib
+import time
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
+from megatron.fsdp.comm.journal import Journal, Watchdog
+from megatron.fsdp.comm.streams import CudaStream
 from tests.models import STRATEGIES, batches, loss_of, main_weights
 from tests.ranks import DEVICE as REAL_DEVICE
 from tests.ranks import RankPool
@@ -102,6 +107,17 @@ LOOPS: dict[str, dict[str, bool]] = {
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_replayed_iteration_trains_as_an_eager_one(ranks: RankPool, strategy: str, loop: str) -> None:
     ranks.run(2, _equal, {"zero_dp_strategy": strategy}, LOOPS[loop])
+
+
+def _with_two_axes(outer: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    axes = {"device_mesh": mesh, "dp_shard_dim": "inner", "dp_outer_dim": "outer"}
+    _equal({**axes, "outer_dp_sharding_strategy": outer}, {})
+
+
+@pytest.mark.parametrize("outer", ["no_shard", "optim"])
+def test_two_axes(ranks: RankPool, outer: str) -> None:
+    ranks.run(4, _with_two_axes, outer)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -237,3 +253,24 @@ def test_a_capture_runs_nothing() -> None:
         with SimulatedGraph(sim).capture():
             data.add_(1)
         assert data.cpu().tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize("ignores", [True, False])
+def test_events_that_the_watchdog_queries_end_no_capture(ignores: bool) -> None:
+    """The thread asks about an operation from before the capture, here of somebody else's graph."""
+    with simulated_device() as sim:
+        x = torch.zeros(4, device=DEVICE)
+        journal = Journal()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            handle = CudaStream(DEVICE).run(lambda: None)
+        journal.channel([0, 1]).note("gather", [handle])
+        watchdog = Watchdog(journal, 0.1, interval=0.01)
+        with contextlib.nullcontext() if ignores else pytest.raises(CaptureError, match="another thread"):
+            with contextlib.ExitStack() as stack:
+                if not ignores:
+                    stack.enter_context(patch("megatron.fsdp.comm.journal.ignore_captures"))
+                with SimulatedGraph(sim).capture():
+                    watchdog.start()
+                    x.add_(1.0)
+                    time.sleep(0.3)
+                    watchdog.stop()

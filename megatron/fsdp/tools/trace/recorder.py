@@ -205,9 +205,7 @@ class StepRecorder:
             self._replacements.replace(self._observed.schedule, name, self._engine)
         for unit in self._observed.units:
             self._watch_unit(unit)
-        streams = {id(group.weights.stream): group.weights.stream for group in self._observed.groups}
-        streams[id(self._observed.context.stream)] = self._observed.context.stream
-        self._streams = list(streams.values())
+        self._streams = self._observed.context.streams
         for stream in self._streams:
             self._replacements.replace(stream, "run", self._run)
         self._optimizer_hooks = [
@@ -228,8 +226,8 @@ class StepRecorder:
             # Communication in flight was issued before the methods were replaced, so wrap its handles here.
             weights, gradients = group.weights, group.gradients
             weights.unsharding = {self._numbered(handle, gather): each for handle, each in weights.unsharding.items()}
-            started = gradients.handles
-            started[:] = [self._numbered(handle, reduce) for handle in started]
+            for started in (gradients.handles, gradients.outer_handles):
+                started[:] = [self._numbered(handle, reduce) for handle in started]
 
     def _numbered(self, handle: Handle, work: Activity) -> Handle:
         return _TracedHandle(handle, work._replace(work=next(self._works)), self.track)
