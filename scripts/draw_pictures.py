@@ -38,7 +38,8 @@ from tests.simulated.ranks import fake_ranks  # noqa: E402
 from tests.tensor_bytes import TensorBytes, build, call_counted  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"
-WIDTH = 720
+# Narrow enough for the text to be legible on a phone, which shows a picture at 360 pixels.
+WIDTH = 480
 RANKS = 4
 COLORS = ("#3d6cb9", "#c2570c", "#4a7c3a", "#8a4fa3", "#0e7c86", "#a8323e")
 PADDING = "#c9cdd4"
@@ -58,8 +59,8 @@ class Drawing:
 
     def __init__(self, title: str, height: float) -> None:
         self._parts = [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" role="img" '
-            'font-family="system-ui, sans-serif" font-size="15">',
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" '
+            f'width="{1.2 * WIDTH:g}" role="img" font-family="system-ui, sans-serif" font-size="15">',
             f"<title>{escape(title)}</title>",
             f'<rect width="{WIDTH}" height="{height:g}" rx="8" fill="#f6f8fa"/>',
         ]
@@ -96,6 +97,8 @@ class Drawing:
 def _legend(drawing: Drawing, y: float, entries: Iterable[tuple[str, str]]) -> None:
     x = 24.0
     for name, color in entries:
+        if x + 20 + 7 * len(name) > WIDTH - 12:
+            x, y = 24.0, y + 22
         drawing.box(x, y, 14, 14, color)
         drawing.text(x + 20, y + 12, name, extra=SMALL)
         x += 38 + 7 * len(name)
@@ -109,11 +112,10 @@ LAYER = {"qkv": (36, 12), "qkv bias": (36,), "proj": (12, 12), "up": (40, 12), "
 def draw_layout() -> Drawing:
     """The parameters of a small transformer layer in the shards of four ranks."""
     layout = plan_layout([*LAYER.values()], RANKS)
-    drawing = Drawing("The parameters of a layer in one flat buffer, which is cut into shards of four ranks", 396)
-    drawing.text(
-        24, 34, "The flat buffer of a unit: its parameters one after another, cut into equal shards", extra=BOLD
-    )
-    left, top, height = 24, 52, 48
+    drawing = Drawing("The parameters of a layer in one flat buffer, which is cut into shards of four ranks", 414)
+    drawing.text(24, 34, "The flat buffer of a unit: its parameters one after", extra=BOLD)
+    drawing.text(24, 54, "another, cut into equal shards", extra=BOLD)
+    left, top, height = 24, 72, 48
     scale = (WIDTH - 48) / layout.numel
     drawing.box(left, top, layout.numel * scale, height, PADDING)
     for name, slot, color in zip(LAYER, layout.slots, COLORS, strict=True):
@@ -131,11 +133,11 @@ def draw_layout() -> Drawing:
         drawing.text(x + width / 2, top + height + 22, f"rank {rank}", extra=MIDDLE)
         if rank:
             drawing.line(x, top - 6, top + height + 26)
-    drawing.text(24, 168, "What each rank keeps: slices of whole rows", extra=BOLD)
+    drawing.text(24, 186, "What each rank keeps: slices of whole rows", extra=BOLD)
     for rank in range(RANKS):
-        _draw_shard(drawing, layout, rank, 184 + 40 * rank)
+        _draw_shard(drawing, layout, rank, 200 + 40 * rank)
     padding = f"padding: {layout.padding} of {layout.numel}"
-    _legend(drawing, 362, [*zip(LAYER, COLORS, strict=True), (padding, PADDING)])
+    _legend(drawing, 370, [*zip(LAYER, COLORS, strict=True), (padding, PADDING)])
     return drawing
 
 
@@ -238,13 +240,14 @@ def draw_step(trace: RankTrace) -> Drawing:
     """A recorded step: what the streams of a rank run, and where the computation waits."""
     spans = [span for span in trace.spans if span.end > span.start and span.kind in SPANS]
     start, end = min(span.start for span in spans), max(span.end for span in spans)
-    drawing = Drawing("A step on one rank: computation, all-gathers and reduce-scatters of four blocks over time", 262)
-    drawing.text(24, 34, "One training step of four blocks with ZeRO-3, on one rank (simulated)", extra=BOLD)
-    left, height = 140, 44
+    drawing = Drawing("A step on one rank: computation, all-gathers and reduce-scatters of four blocks over time", 306)
+    drawing.text(24, 34, "One training step of four blocks with ZeRO-3,", extra=BOLD)
+    drawing.text(24, 54, "on one rank (simulated)", extra=BOLD)
+    left, height = 122, 44
     scale = (WIDTH - left - 24) / (end - start)
     for number, (row, name) in enumerate(ROWS.items()):
-        y = 56 + number * (height + 8)
-        drawing.text(24, y + 28, name)
+        y = 70 + number * (height + 8)
+        drawing.text(24, y + 28, name, extra=SMALL)
         drawing.box(left, y, WIDTH - left - 24, height, "#e3e6ea")
         for span in spans:
             is_wait = span.row is Row.WAITS and row is Row.COMPUTE
@@ -253,8 +256,8 @@ def draw_step(trace: RankTrace) -> Drawing:
                 drawing.box(x + 0.75, y, max(width - 1.5, 1), height, WAIT if is_wait else SPANS[span.kind][1])
                 if span.unit.isdigit() and not is_wait and width > 12:
                     drawing.text(x + width / 2, y + 28, str(int(span.unit) + 1), "white", MIDDLE)
-    drawing.text(WIDTH - 24, 228, "time \u2192", extra='text-anchor="end" ' + SMALL)
-    _legend(drawing, 236, [*SPANS.values(), ("wait", WAIT)])
+    drawing.text(WIDTH - 24, 242, "time \u2192", extra='text-anchor="end" ' + SMALL)
+    _legend(drawing, 252, [*SPANS.values(), ("wait", WAIT)])
     return drawing
 
 
@@ -267,13 +270,15 @@ PARTS = {"weights": (2, COLORS[0]), "gradients": (4, COLORS[1]), "main weights, 
 
 def draw_stages() -> Drawing:
     """The shards of each of four ranks, by strategy."""
-    drawing = Drawing("Bytes per parameter of one of four ranks with ZeRO-0 to 3", 300)
-    drawing.text(24, 34, f"Bytes per parameter of each of {RANKS} ranks, with bf16 weights and Adam", extra=BOLD)
-    left = 190
-    scale = (WIDTH - left - 80) / sum(size for size, _ in PARTS.values())
+    drawing = Drawing("Bytes per parameter of one of four ranks with ZeRO-0 to 3", 318)
+    drawing.text(24, 34, f"Bytes per parameter on each of {RANKS} ranks,", extra=BOLD)
+    drawing.text(24, 54, "with bf16 weights and Adam", extra=BOLD)
+    left = 170
+    scale = (WIDTH - left - 60) / sum(size for size, _ in PARTS.values())
     for number, name in enumerate(STAGES):
-        strategy, y, x, total = INNER[name], 54 + 50 * number, float(left), 0.0
-        drawing.text(24, y + 25, f"ZeRO-{number}: {name}", extra=SMALL)
+        strategy, y, x, total = INNER[name], 72 + 50 * number, float(left), 0.0
+        drawing.text(24, y + 16, f"ZeRO-{number}")
+        drawing.text(24, y + 34, name, extra=SMALL)
         sharded = (strategy.shards_parameters, strategy.shards_gradients, strategy.shards_optimizer)
         for (size, color), is_sharded in zip(PARTS.values(), sharded, strict=True):
             # Sharded weights are cast from the main weights when a unit is unsharded, and take nothing in between.
@@ -281,24 +286,25 @@ def draw_stages() -> Drawing:
             drawing.box(x, y, share * scale, 38, color)
             x, total = x + share * scale, total + share
         drawing.text(x + 8, y + 25, f"{total:g}")
-    _legend(drawing, 268, [(name, color) for name, (_, color) in PARTS.items()])
+    _legend(drawing, 284, [(name, color) for name, (_, color) in PARTS.items()])
     return drawing
 
 
 def draw_meshes() -> Drawing:
     """Which shard of the main weights each GPU of two nodes holds: HSDP and hybrid FSDP."""
-    drawing = Drawing("Two nodes of four GPUs with HSDP and with hybrid FSDP", 292)
-    for column, (title, spread) in enumerate({"HSDP": 1, "hybrid FSDP": 2}.items()):
-        x = 24 + column * 344
-        drawing.text(x, 34, f"{title}: main weights", extra=BOLD)
+    drawing = Drawing("Two nodes of four GPUs with HSDP and with hybrid FSDP", 442)
+    for group, (title, spread) in enumerate({"HSDP": 1, "hybrid FSDP": 2}.items()):
+        top = 34 + group * 184
+        drawing.text(24, top, f"{title}: main weights", extra=BOLD)
         for node in range(2):
-            y = 52 + node * 100
-            drawing.text(x, y + 14, f"node {node}", extra=SMALL)
+            y = top + 16 + node * 68
+            drawing.text(24, y + 32, f"node {node}", extra=SMALL)
             for gpu in range(RANKS):
-                part = gpu * spread + (node if spread > 1 else 0)
-                drawing.box(x + gpu * 82, y + 24, 74, 48, COLORS[gpu])
-                drawing.text(x + gpu * 82 + 37, y + 53, f"{part + 1} of {RANKS * spread}", "white", MIDDLE + SMALL)
-    drawing.text(24, 268, "All-gathers of compute weights stay inside a node. Equal labels are replicas.", extra=SMALL)
+                x, part = 92 + gpu * 92, gpu * spread + (node if spread > 1 else 0)
+                drawing.box(x, y, 84, 52, COLORS[gpu])
+                drawing.text(x + 42, y + 32, f"{part + 1} of {RANKS * spread}", "white", MIDDLE + SMALL)
+    drawing.text(24, 402, "All-gathers of compute weights stay inside a node.", extra=SMALL)
+    drawing.text(24, 422, "Equal labels are replicas.", extra=SMALL)
     return drawing
 
 
@@ -312,21 +318,21 @@ def draw_dtypes() -> Drawing:
     ]
     for number, row in enumerate(rows):
         for column, (name, dtype, color) in enumerate(row):
-            x, y = 24 + column * 232, 56 + number * 94
-            drawing.box(x, y, 190, 60, COLORS[color])
-            drawing.text(x + 95, y + 25, name, "white", MIDDLE + BOLD)
-            drawing.text(x + 95, y + 46, dtype, "white", MIDDLE + SMALL)
+            x, y = 24 + column * 154, 56 + number * 94
+            drawing.box(x, y, 124, 60, COLORS[color])
+            drawing.text(x + 62, y + 25, name, "white", MIDDLE + BOLD + SMALL)
+            drawing.text(x + 62, y + 46, dtype, "white", MIDDLE + SMALL)
             if column < 2:
-                drawing.text(x + 211, y + 36, "\u2192" if number == 0 else "\u2190", extra=MIDDLE + 'font-size="22"')
-    drawing.text(24 + 2 * 232 + 95, 138, "\u2193", extra=MIDDLE + 'font-size="22"')
-    drawing.text(119, 138, "\u2191", extra=MIDDLE + 'font-size="22"')
+                drawing.text(x + 139, y + 36, "\u2192" if number == 0 else "\u2190", extra=MIDDLE + 'font-size="22"')
+    drawing.text(24 + 2 * 154 + 62, 138, "\u2193", extra=MIDDLE + 'font-size="22"')
+    drawing.text(86, 138, "\u2191", extra=MIDDLE + 'font-size="22"')
     drawing.text(24, 236, "forward to the right, gradients back to the left", extra=SMALL)
     return drawing
 
 
 def draw_reshard() -> Drawing:
     """Rows of a parameter that four ranks save and two ranks load, from the layouts of both."""
-    drawing = Drawing("A parameter is saved by four ranks and loaded by two", 252)
+    drawing = Drawing("A parameter is saved by four ranks and loaded by two", 272)
     shape = (40, 12)
     for number, (ranks, title) in enumerate({RANKS: "saved by 4 ranks", 2: "loaded by 2 ranks"}.items()):
         y, layout = 44 + number * 92, plan_layout([shape], ranks)
@@ -336,10 +342,12 @@ def draw_reshard() -> Drawing:
             part = layout.shard_slice(0, rank)
             x, width = 24 + part.start * scale, (part.stop - part.start) * scale
             drawing.box(x + 1, y, width - 2, 46, COLORS[rank])
-            rows = f"rank {rank}: rows {part.start // shape[1]} to {part.stop // shape[1] - 1}"
-            drawing.text(x + width / 2, y + 29, rows, "white", MIDDLE + SMALL)
-    drawing.text(24, 216, "The checkpoint stores the full parameter in parts. Each rank that loads reads", extra=SMALL)
-    drawing.text(24, 236, "the rows it needs, from as many parts as that takes.", extra=SMALL)
+            rows = f"rows {part.start // shape[1]}-{part.stop // shape[1] - 1}"
+            drawing.text(x + width / 2, y + 20, f"rank {rank}", "white", MIDDLE + SMALL)
+            drawing.text(x + width / 2, y + 38, rows, "white", MIDDLE + SMALL)
+    drawing.text(24, 216, "The checkpoint stores the full parameter in parts.", extra=SMALL)
+    drawing.text(24, 236, "Each rank that loads reads the rows it needs,", extra=SMALL)
+    drawing.text(24, 256, "from as many parts as that takes.", extra=SMALL)
     return drawing
 
 
@@ -392,7 +400,7 @@ def draw_losses(ddp: list[float], sharded: list[float]) -> Drawing:
     apart = max(abs(a - b) / abs(a) for a, b in zip(ddp, sharded, strict=True))
     drawing = Drawing("The losses of DDP and ZeRO-3 over the steps of a run", 330)
     how_near = f"at most {apart:.0e} apart" if apart else "bit-identical"
-    drawing.text(24, 34, f"Loss of DDP and ZeRO-3, two ranks, fp32: {how_near}", extra=BOLD)
+    drawing.text(24, 34, f"Loss of DDP and ZeRO-3, 2 ranks, fp32: {how_near}", extra=BOLD)
     left, top, height = 64, 56, 210
     high, low = max(ddp), min(ddp)
     for value in (high, (high + low) / 2, low):
@@ -428,7 +436,7 @@ def measured(strategies: list[int]) -> list[dict[str, list]]:
 
 def _measured(strategy: int) -> dict[str, list]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    streams._STREAMS["fake", None] = SlowStream()
+    streams._STREAMS["fake", None, ""] = SlowStream()
     counter = TensorBytes()
     torch.manual_seed(0)
     blocks = [Residual(BLOCK_WIDTH).bfloat16() for _ in range(DEPTH)]
@@ -494,14 +502,15 @@ def draw_memory(found: list[dict[str, list]]) -> Drawing:
     """A curve for each of ZeRO-1, 2 and 3. Their phases take equally long in the picture."""
     drawing = Drawing("The memory of a rank over one step with ZeRO-1, 2 and 3", 350)
     weights = DEPTH * 8 * BLOCK_WIDTH**2 / 1e6
-    drawing.text(24, 34, f"MiB on rank 0 of 8 over a step: {weights:.0f} million weights in bf16, AdamW", extra=BOLD)
+    drawing.text(24, 24, "MiB on rank 0 of 8 over a step:", extra=BOLD)
+    drawing.text(24, 44, f"{weights:.0f} million weights in bf16, AdamW", extra=BOLD)
     left, right, top, height = 64, WIDTH - 24, 56, 220
     most = max(max(each["bytes"]) for each in found) / MIB
     for value in range(0, int(most) + 1, 10):
         y = top + height * (1 - value / most)
         drawing.box(left, y, right - left, 1, PADDING)
         drawing.text(left - 8, y + 5, str(value), extra='text-anchor="end" ' + SMALL)
-    phases = ("", "forward 1", "backward 1", "forward 2", "backward 2", "optimizer", "")
+    phases = ("", "forward 1", "backward 1", "forward 2", "backward 2", "step", "")
     ends = [left + (right - left) * share for share in (0, 0.04, 0.25, 0.46, 0.67, 0.88, 1)]
     for x, name in zip(ends[1:-1], phases[1:], strict=False):
         drawing.line(x, top, top + height)

@@ -26,7 +26,7 @@ PARTS = (
     ("main", "main weights", "#56B4E9"),
     ("gradients", "gradients", "#E69F00"),
     ("optimizer", "optimizer state", "#009E73"),
-    ("buffers", "unsharded units and gradients in flight", "#CC79A7"),
+    ("buffers", "unsharded units, gradients in flight", "#CC79A7"),
 )
 
 
@@ -44,7 +44,7 @@ def draw(found: Sequence[Bar], title: str, path: Path, capacity: int | None = No
 
     panels = [[bar for bar in found if bar["ranks"] == ranks] for ranks in dict.fromkeys(bar["ranks"] for bar in found)]
     height = 1.5 + sum(0.62 + 0.36 * len(panel) for panel in panels)
-    figure = Figure(figsize=(9.0, height), dpi=140, layout="constrained")
+    figure = Figure(figsize=(5.6, height), dpi=140, layout="constrained")
     drawn = figure.subplots(
         len(panels), 1, sharex=True, squeeze=False, height_ratios=[len(panel) + 0.6 for panel in panels]
     )
@@ -67,9 +67,9 @@ def draw(found: Sequence[Bar], title: str, path: Path, capacity: int | None = No
             color="#333333",
         )
     axes[-1].set_xlabel("GiB per rank at the peak of a step, without activations")
-    figure.suptitle(title, fontsize=12, x=0.02, ha="left")
+    figure.suptitle(title, fontsize=11, x=0.02, ha="left")
     handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower left", ncols=3, frameon=False, fontsize=9)
+    figure.legend(handles, labels, loc="outside lower left", ncols=2, frameon=False, fontsize=9)
     # A picture that is drawn again is the same file.
     with rc_context({"svg.hashsalt": "memory"}):
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else {})

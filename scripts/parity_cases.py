@@ -168,6 +168,7 @@ OVERLAPPED = f"{ALLTOALL} {EP} --overlap-moe-expert-parallel-comm"
 ZEROS = "--untie-embeddings-and-output-weights --log-num-zeros-in-grad"
 META = "--init-model-with-meta-device"
 INSTANCES = "--num-distributed-optimizer-instances 2"
+OF_EXPERTS = "--expert-num-distributed-optimizer-instances 2 --expert-data-parallel-sharding-strategy optim"
 # Without this flag, DDP sums gradients in fp16.
 FP16 = "--fp16 --clip-grad 1000 --accumulate-allreduce-grads-in-fp32"
 DYNAMIC_SCALE = "--initial-loss-scale 65536 --min-loss-scale 16 --loss-scale-window 3 --hysteresis 1"
@@ -212,6 +213,7 @@ CASES = (
     ),
     _topology("HSDP", 4, "", only_fsdp=INSTANCES),
     _topology("HSDP, EP 2", 8, f"{ALLTOALL} {EP}", only_fsdp=INSTANCES, strategies=ONE),
+    _topology("HSDP of experts, EP 2", 4, f"{ALLTOALL} {EP}", only_fsdp=OF_EXPERTS, strategies=ONE),
     _topology("HSDP, TP 2", 8, TP, only_fsdp=INSTANCES, strategies=ONE),
     _topology("hybrid FSDP", 4, "", only_fsdp=f"{INSTANCES} --outer-dp-sharding-strategy optim", strategies=ONE),
     Case("model", "Llama-like", 2, LLAMA),
