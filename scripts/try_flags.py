@@ -255,10 +255,10 @@ def try_flag(flag: str, dest: str, fragment: str, folder: str) -> Tried:
     of_fsdp = OF_FSDP.search(dest) is not None
     want, of_ddp = (_base(folder)[0], "") if of_fsdp else _try(DDP, fragment, folder)
     got, error = _try(FSDP, fragment, folder)
-    row = {}
+    states: dict[str, str] = {}
     for table, state in ((IGNORED, "no effect"), (ADJUSTMENTS, "adjusted"), (LIMITS, "refused")):
-        row |= {row.setting.split()[0]: state for row in table}
-    listed = row.get(dest, row.get(dest.removeprefix("ddp_"), ""))
+        states |= {row.setting.split()[0]: state for row in table}
+    listed = states.get(dest, states.get(dest.removeprefix("ddp_"), ""))
     if error:
         refused = any(limit.setting.split()[0] in error and limit.remedy[:40] in error for limit in LIMITS)
         state = "refused" if refused else "fails as DDP" if of_ddp else "ERROR"
