@@ -94,6 +94,12 @@ def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
 
 
+def shard(model: nn.Module, strategy: str, **settings: Any) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
+    """Shard a model whose blocks are units, and make an :func:`adamw` of it."""
+    optimizer = adamw(model.parameters())
+    return fully_shard(model, optimizer, fsdp_unit_modules=[Block], zero_dp_strategy=strategy, **settings)
+
+
 def whole(entry: ShardedParameter, tensor: torch.Tensor) -> torch.Tensor:
     """The full tensor of a main weight, or of one like it, gathered by what each rank says it holds, on every rank."""
     local = local_shard(tensor).detach().cpu().flatten()

@@ -7,8 +7,8 @@ import weakref
 import pytest
 import torch
 
-from megatron_fsdp import MegatronFSDP, fully_shard
-from tests.models import STRATEGIES, Block, TinyModel, adamw, batches, loss_of
+from megatron_fsdp import MegatronFSDP
+from tests.models import STRATEGIES, TinyModel, adamw, batches, loss_of, shard
 from tests.ranks import RankPool
 
 
@@ -36,9 +36,7 @@ def _delete(strategy: str, when: str) -> None:
     try:
         model = TinyModel(tied=True)
         module = weakref.ref(model)
-        sharded, optimizer = fully_shard(
-            model, adamw(model.parameters()), fsdp_unit_modules=[Block], zero_dp_strategy=strategy
-        )
+        sharded, optimizer = shard(model, strategy)
         buffers = _buffers(sharded)
         owner = weakref.ref(sharded)
         loss = None

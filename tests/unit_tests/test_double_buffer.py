@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from megatron.fsdp.buffers.pool import Buffer, FixedPool
-from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
-from tests.models import FP32_GRADS, STRATEGIES, Block, adamw, batches, device, loss_of
+from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy
+from tests.models import FP32_GRADS, STRATEGIES, Block, batches, device, loss_of, shard
 from tests.ranks import RankPool
 from tests.training_models import Unequal
 
@@ -21,13 +21,8 @@ def _step(model: MegatronFSDP, optimizer: torch.optim.Optimizer, tokens: torch.T
 def _allocations(strategy: str, bf16: bool) -> tuple[list[list[Buffer]], bool]:
     """The buffers at the end of each step, and whether unsharded weights have kept their addresses."""
     model = Unequal().to(device(), torch.bfloat16 if bf16 else torch.float32)
-    sharded, optimizer = fully_shard(
-        model,
-        adamw(model.parameters()),
-        fsdp_unit_modules=[Block],
-        zero_dp_strategy=strategy,
-        mixed_precision_policy=FP32_GRADS if bf16 else MixedPrecisionPolicy(),
-        fsdp_double_buffer=True,
+    sharded, optimizer = shard(
+        model, strategy, mixed_precision_policy=FP32_GRADS if bf16 else MixedPrecisionPolicy(), fsdp_double_buffer=True
     )
     assert sharded.engine.pool is not None
     made, places = [], []

@@ -21,7 +21,7 @@ from megatron.fsdp import fsdp2
 from megatron.fsdp.fsdp2.marked import model_of
 from megatron.fsdp.runtime.unit import WeightState
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy as EnginePolicy
-from megatron_fsdp import fully_shard, fully_shard_model
+from megatron_fsdp import fully_shard_model
 from tests.exchanges import seen
 from tests.models import (
     DEVICE,
@@ -35,6 +35,7 @@ from tests.models import (
     loss_of,
     main_weights,
     sgd,
+    shard,
 )
 from tests.ranks import RankPool
 
@@ -174,11 +175,9 @@ def _compute_dtype_on_meta(strategy: str) -> None:
     """Values are made in the dtype of main weights, and were never rounded to the dtype of compute."""
     with torch.device("meta"):
         model = TinyModel()
-    model, _ = fully_shard(
+    model, _ = shard(
         model,
-        adamw(model.parameters()),
-        fsdp_unit_modules=[Block],
-        zero_dp_strategy=strategy,
+        strategy,
         mixed_precision_policy=EnginePolicy(main_params_dtype=None, compute_dtype=torch.bfloat16),
         init_model_with_meta_device=True,
     )

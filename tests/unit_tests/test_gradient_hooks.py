@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.fsdp import fsdp2
 from megatron.fsdp.dtensor.ragged_dtensor import RaggedDTensor, local_shard
-from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model, fully_shard_optimizer
+from megatron_fsdp import MegatronFSDP, fully_shard_model, fully_shard_optimizer
 from tests.models import (
     STRATEGIES,
     Block,
@@ -26,6 +26,7 @@ from tests.models import (
     device,
     loss_of,
     sgd,
+    shard,
     whole,
 )
 from tests.ranks import RankPool
@@ -101,9 +102,7 @@ def _replaced(strategy: str, when: str) -> None:
     names = ("blocks.1.up.weight", "head.weight", "norm.bias")
     if when == "before":
         handles = [model.get_parameter(name).register_hook(halve) for name in names]
-    sharded, optimizer = fully_shard(
-        model, adamw(model.parameters()), fsdp_unit_modules=[Block], zero_dp_strategy=strategy
-    )
+    sharded, optimizer = shard(model, strategy)
     if when == "after":
         handles = [sharded.module.get_parameter(name).register_hook(halve) for name in names]
     # Once for each reduced gradient: autograd's sum of what the ranks have is what they have halved together.

@@ -14,7 +14,6 @@ from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 from tests.exchanges import both_exchanges, seen
 from tests.models import (
     STRATEGIES,
-    Block,
     TinyModel,
     adamw,
     assert_same_gradients,
@@ -22,6 +21,7 @@ from tests.models import (
     device,
     loss_of,
     main_weights,
+    shard,
 )
 from tests.ranks import RankPool
 from tests.unit_tests.test_dtypes import Reference
@@ -35,14 +35,7 @@ def _train(strategy: str, grad_dtype: torch.dtype, **arguments: bool) -> None:
     model = TinyModel().to(device(), BF16)
     reference = Reference(copy.deepcopy(model), grad_dtype)
     policy = MixedPrecisionPolicy(main_params_dtype=FP32, main_grads_dtype=grad_dtype)
-    sharded, optimizer = fully_shard(
-        model,
-        adamw(model.parameters()),
-        fsdp_unit_modules=[Block],
-        zero_dp_strategy=strategy,
-        mixed_precision_policy=policy,
-        **arguments,
-    )
+    sharded, optimizer = shard(model, strategy, mixed_precision_policy=policy, **arguments)
     for data in batches(steps=3, per_step=dist.get_world_size()):
         reference.step(data)
         loss_of(sharded, data[dist.get_rank()]).backward()
@@ -94,11 +87,9 @@ def _narrow_main_weights(strategy: str, main: torch.dtype | None) -> None:
     model = TinyModel().to(device(), BF16 if main is None else FP32)
     computing = copy.deepcopy(model).float()
     weights = [nn.Parameter(p.detach().to(BF16)) for p in computing.parameters()]
-    sharded, optimizer = fully_shard(
+    sharded, optimizer = shard(
         model,
-        adamw(model.parameters()),
-        fsdp_unit_modules=[Block],
-        zero_dp_strategy=strategy,
+        strategy,
         mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=main, main_grads_dtype=FP32, compute_dtype=FP32),
     )
     reference = adamw(weights)

@@ -11,33 +11,24 @@ from megatron.fsdp.buffers.weights import PlaneSet
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron.fsdp.helpers.notes import add_note
 from megatron.fsdp.runtime.unit import Unit
-from megatron_fsdp import fully_shard
 from tests.models import (
     FP32_GRADS,
     OPTIMIZERS,
     STRATEGIES,
-    Block,
     Pair,
     TinyModel,
-    adamw,
     assert_same_training,
     batches,
     device,
     loss_of,
+    shard,
 )
 from tests.ranks import RankPool
 
 
 def _where(strategy: str) -> None:
     model = TinyModel().to(device(), torch.bfloat16)
-    sharded, optimizer = fully_shard(
-        model,
-        adamw(model.parameters()),
-        fsdp_unit_modules=[Block],
-        zero_dp_strategy=strategy,
-        mixed_precision_policy=FP32_GRADS,
-        offload_optimizer=True,
-    )
+    sharded, optimizer = shard(model, strategy, mixed_precision_policy=FP32_GRADS, offload_optimizer=True)
     seen = []
     sharded.module.head.register_forward_hook(lambda m, args, out: seen.append((m.weight.device, out.device)))
     for _ in range(2):
@@ -90,14 +81,7 @@ def test_optimizers_train_as_unsharded(ranks: RankPool) -> None:
 def _order(strategy: str, gathered: list[str]) -> None:
     """A unit that forward needs early is unsharded before later units are updated."""
     model = TinyModel().to(device(), torch.bfloat16)
-    sharded, optimizer = fully_shard(
-        model,
-        adamw(model.parameters()),
-        fsdp_unit_modules=[Block],
-        zero_dp_strategy=strategy,
-        mixed_precision_policy=FP32_GRADS,
-        offload_optimizer=True,
-    )
+    sharded, optimizer = shard(model, strategy, mixed_precision_policy=FP32_GRADS, offload_optimizer=True)
     data = batches(steps=3, per_step=1)
     for tokens in data[:2, 0]:
         loss_of(sharded, tokens).backward()

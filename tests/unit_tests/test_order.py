@@ -9,9 +9,8 @@ import torch.distributed as dist
 
 from megatron.fsdp.comm.streams import CpuStream
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
-from megatron_fsdp import fully_shard
 from tests.exchanges import both_exchanges
-from tests.models import FP32_GRADS, STRATEGIES, Block, TinyModel, adamw, batches, device, loss_of
+from tests.models import FP32_GRADS, STRATEGIES, TinyModel, batches, device, loss_of, shard
 from tests.ranks import DEVICE, RankPool
 
 
@@ -43,13 +42,7 @@ def _train(strategy: str, dtype: torch.dtype, seed: int | None) -> list[bytes]:
             module.register_forward_pre_hook(lambda *_: time.sleep(generator.random() * 0.001))
             module.register_full_backward_hook(lambda *_: time.sleep(generator.random() * 0.002))
     try:
-        sharded, optimizer = fully_shard(
-            model,
-            adamw(model.parameters()),
-            fsdp_unit_modules=[Block],
-            zero_dp_strategy=strategy,
-            mixed_precision_policy=FP32_GRADS,
-        )
+        sharded, optimizer = shard(model, strategy, mixed_precision_policy=FP32_GRADS)
         for step in batches(steps=3, per_step=2 * dist.get_world_size()):
             mine = step[dist.get_rank() :: dist.get_world_size()]
             with sharded.no_sync():

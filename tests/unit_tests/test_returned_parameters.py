@@ -9,14 +9,7 @@ from torch import nn
 from megatron_fsdp import FSDPConfig, MegatronFSDP
 from tests.models import device
 from tests.ranks import RankPool
-
-
-class SkipsBias(nn.Linear):
-    """Leaves adding the bias to the caller."""
-
-    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:  # type: ignore[override]
-        """Returns the product, the bias, and a view of the weight."""
-        return {"product": nn.functional.linear(x, self.weight), "bias": self.bias, "gain": self.weight[0]}
+from tests.training_models import SkipsBias
 
 
 class Whole(SkipsBias):

@@ -6,17 +6,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model
-from tests.models import Block, TinyModel, adamw, batches, device, loss_of, main_weights, state_of
+from megatron_fsdp import MegatronFSDP, fully_shard_model
+from tests.models import Block, TinyModel, batches, device, loss_of, main_weights, shard, state_of
 from tests.ranks import RankPool
 
 
 def _trained(strategy: str, steps: int) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
     torch.manual_seed(3)
     model = TinyModel(tied=True).to(device())
-    sharded, optimizer = fully_shard(
-        model, adamw(model.parameters()), fsdp_unit_modules=[Block], zero_dp_strategy=strategy
-    )
+    sharded, optimizer = shard(model, strategy)
     _train(sharded, optimizer, 0, steps)
     return sharded, optimizer
 

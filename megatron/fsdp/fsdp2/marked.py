@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from megatron.fsdp.buffers.parameter import check_class, refuse_early_read
+from megatron.fsdp.buffers.parameter import refuse_early_read
 from megatron.fsdp.comm.backends import compute_device, local_device
 from megatron.fsdp.comm.streams import communication_stream
 from megatron.fsdp.config import FSDPConfig
@@ -29,8 +29,7 @@ from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron.fsdp.optim.hooks import attach_at_first_use, attach_if_needed, watch_steps
 from megatron.fsdp.runtime.agreement import as_text, checksum, difference, receive
 from megatron.fsdp.runtime.builder import UnitSettings, build_engine, make_blueprint
-from megatron.fsdp.runtime.other_engines import check_no_other_engine
-from megatron.fsdp.runtime.partition import UnitPart, parameters_of, partition, root_modules
+from megatron.fsdp.runtime.partition import UnitPart, check_no_other_engine, root_modules
 from megatron.fsdp.runtime.unit import Unit
 from megatron.fsdp.sharding.mesh import MeshIndex, default_index
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
@@ -293,7 +292,6 @@ def _shard(root: MarkedModule) -> None:
         ignored_params=_own_parameters(root, "ignored"),
         replicated_params=_own_parameters(root, "replicated"),
     )
-    _check(partition(root, parameters_of(root, config), (MarkedModule,)))
     # Not pending from here on: building the engine reads parameters(), which must not shard the model again.
     for module in marked.values():
         _pending.discard(module)
@@ -310,16 +308,6 @@ def _shard(root: MarkedModule) -> None:
 
 def _ranks(index: MeshIndex) -> list[list[int]]:
     return [dist.get_process_group_ranks(group) for group in index.dense.groups]
-
-
-def _check(part: UnitPart) -> None:
-    """Raise an error if a parameter cannot be sharded, or has a gradient already."""
-    for unit in part.walk():
-        for param in unit.params:
-            check_class(param.name, param.compute)
-            if param.compute.grad is not None:
-                refuse_early_read(param.name, param.compute.grad)
-            mark_of(unit.module).policy.resolve(param.compute.dtype, param.name)
 
 
 def _with_tensor_parallel(index: MeshIndex, tensors: Sequence[torch.Tensor]) -> MeshIndex:

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 import torch
 
 from megatron.fsdp.buffers.parameter_group import ParameterGroup
+from megatron.fsdp.helpers.arguments import full_name
 from megatron.fsdp.optim.block_state import check_blocks
 
 # What the update of one element depends on, from least to most.
@@ -87,7 +88,7 @@ def skips_empty(optimizer: torch.optim.Optimizer) -> bool:
     Fused multi-tensor kernels stop at the first empty tensor, and an optimizer that looks at full parameters may
     divide by the number of elements.
     """
-    return _full_name(type(optimizer)) in _FUSED or looks_at(optimizer) == "parameter"
+    return full_name(type(optimizer)) in _FUSED or looks_at(optimizer) == "parameter"
 
 
 def looks_at(optimizer: torch.optim.Optimizer) -> str | None:
@@ -100,12 +101,8 @@ def looks_at(optimizer: torch.optim.Optimizer) -> str | None:
     return None
 
 
-def _full_name(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
-
-
 def _by_name(table: dict[str, str], cls: type) -> str | None:
-    name = _full_name(cls)
+    name = full_name(cls)
     while name:
         if name in table:
             return table[name]

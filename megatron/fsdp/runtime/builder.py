@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron.fsdp.buffers.parameter import ShardedParameter
 from megatron.fsdp.buffers.parameter_group import ParameterGroup
 from megatron.fsdp.buffers.pool import FixedPool, HostPool, Pool
 from megatron.fsdp.buffers.quantizing import QuantizationBatch
@@ -39,18 +38,12 @@ from megatron.fsdp.runtime.engine import Engine
 from megatron.fsdp.runtime.partition import (
     UnitClasses,
     UnitPart,
-    check_exceptions,
+    check_and_partition,
     check_not_wrapped,
-    check_parameters,
-    check_quantized,
     log_nested_units,
-    mark_experts,
     offloaded_units,
     parameters_of,
-    partition,
-    resolve_unit_classes,
     root_modules,
-    tensor_parallel_mesh,
 )
 from megatron.fsdp.runtime.registration import BufferRegistration, groups_of
 from megatron.fsdp.runtime.structure import reject_structural_changes
@@ -145,14 +138,13 @@ def make_blueprint(
     common = UnitSettings(config.mixed_precision_policy, config.shard_granularity, keeps, number)
     settings = settings_of or (lambda part: common)
     with propagate_errors(index):
-        root, tp_mesh = _check_and_divide(module, params, config, index, unit_modules, device)
-        for part in root.walk():
-            check_quantized(part, device, settings(part).policy)
+        _check_settings(module, config, index, device)
+        root, tp_mesh = check_and_partition(
+            module, params, config, index, unit_modules, device, lambda part: settings(part).policy
+        )
     reshards = unit_modules is not None or bool(root.children)
     if settings_of is None and dist.get_rank() == 0:
-        _log_surprises(root, config, reshards)
-        if index.expects_experts:
-            _log_unused(root, config)
+        _log_surprises(root, config, index, reshards)
 
     def settings_to_compare(part: UnitPart) -> str:
         if settings_of is not None:
@@ -166,50 +158,30 @@ def make_blueprint(
     return Blueprint(module, root, config, index, device, tp_mesh, settings, reshards, channel, agreement)
 
 
-def _log_surprises(root: UnitPart, config: FSDPConfig, reshards: bool) -> None:
-    """Log what users of another FSDP, or of the defaults, may not expect of the units."""
-    if not config.enable_fine_grained_param_gather:
-        log_nested_units(root)
+def _log_surprises(root: UnitPart, config: FSDPConfig, index: MeshIndex, reshards: bool) -> None:
+    """Log what users of another FSDP, or of the defaults, may not expect of the units and of the experts."""
     if config.sharding.inner.shards_parameters and not reshards and dist.get_world_size() > 1:
         logger.warning(
             "FSDP: fsdp_unit_modules is None: every rank keeps full compute weights, although the strategy shards "
             "them. Give the classes of the model's layers, or [] for a single unit."
         )
-
-
-def _log_unused(root: UnitPart, config: FSDPConfig) -> None:
-    """Log the strategies of experts that a model without experts was given."""
-    given = [name for name in OF_EXPERTS if getattr(config, name) is not None]
+    given = [name for name in OF_EXPERTS if index.expects_experts and getattr(config, name) is not None]
     if given and not any(param.key.expert for part in root.walk() for param in part.params):
         logger.warning(
             "FSDP: %s: no parameter is an expert. Give expt_device_mesh, the mesh of experts, or leave it out.",
             ", ".join(given),
         )
+    if not config.enable_fine_grained_param_gather:
+        log_nested_units(root)
 
 
-def _check_and_divide(
-    module: nn.Module,
-    params: list[ShardedParameter],
-    config: FSDPConfig,
-    index: MeshIndex,
-    unit_modules: UnitClasses | None,
-    device: torch.device,
-) -> tuple[UnitPart, DeviceMesh | None]:
-    """Return the model's units, and its tensor-parallel mesh if it has one."""
-    check_exceptions(module, config)
+def _check_settings(module: nn.Module, config: FSDPConfig, index: MeshIndex, device: torch.device) -> None:
+    """Raise ValueError if the ranks, their backends or the model's modules cannot do what the settings ask for."""
     if (ranks := index.dense.inner.size()) % (config.reshard_after_forward or 1):
         raise ValueError(
             f"reshard_after_forward: expected a divisor of the {ranks} ranks of dp_shard_dim; got "
             f"{config.reshard_after_forward}."
         )
-    receives = config.sync_module_states and all(axes.dp_group.rank() for axes in (index.dense, index.experts))
-    materialize = config.init_model_with_meta_device or bool(receives)
-    check_parameters(params, device, config.mixed_precision_policy, materialize)
-    if config.init_model_with_meta_device:
-        check_can_materialize(module)
-    classes = resolve_unit_classes(module, unit_modules)
-    mark_experts(params, index)
-    tp_mesh = tensor_parallel_mesh(params, index)
     if config.average_in_collective and not backend_of(index.dense.inner, device).can_average:
         raise ValueError("average_in_collective: gloo can sum only. Leave it off; the result is the same.")
     if config.nccl_ub:
@@ -219,7 +191,8 @@ def _check_and_divide(
             "offload_optimizer: the process group has no backend for tensors in host memory, which clipping and saving "
             'send. Initialize it with init_process_group("cpu:gloo,cuda:nccl").'
         )
-    return partition(module, params, classes, config.enable_fine_grained_param_gather), tp_mesh
+    if config.init_model_with_meta_device:
+        check_can_materialize(module)
 
 
 def build_engine(blueprint: Blueprint) -> Engine:

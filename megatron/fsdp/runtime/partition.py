@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -22,7 +23,6 @@ from megatron.fsdp.dtensor.unsupported import OWNER
 from megatron.fsdp.helpers.arguments import described
 from megatron.fsdp.helpers.spelling import did_you_mean
 from megatron.fsdp.quantized.storage import storage_of
-from megatron.fsdp.runtime.other_engines import check_no_other_engine
 from megatron.fsdp.sharding.mesh import MeshIndex
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
 
@@ -30,6 +30,19 @@ logger = logging.getLogger(__name__)
 
 # torch's wrapper for activation checkpointing removes this prefix from the names of parameters and in state dicts.
 _CHECKPOINT_PREFIX = "_checkpoint_wrapped_module."
+
+_UNWRAP = "Give fully_shard the model that it wraps (its .module)."
+_COMPOSED = "Leave out torch's {0}; megatron.fsdp.fsdp2.fully_shard takes the same arguments."
+# Wrapper classes by module and name, because importing them takes time, and the remedy for each.
+_WRAPPERS = {
+    ("torch.nn.parallel.distributed", "DistributedDataParallel"): _UNWRAP,
+    ("torch.nn.parallel.data_parallel", "DataParallel"): _UNWRAP,
+    ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"): _UNWRAP,
+    ("torch.distributed.fsdp", "FSDPModule"): _COMPOSED.format("fully_shard"),
+    ("deepspeed.runtime.engine", "DeepSpeedEngine"): _UNWRAP,
+    ("megatron.core.distributed.data_parallel_base", "_BaseDataParallel"): _UNWRAP,
+}
+_FUNCTIONS = ("fully_shard", "replicate")
 
 UnitClasses = Sequence[type[nn.Module] | str] | type[nn.Module] | str
 
@@ -146,7 +159,7 @@ def parameters_of(module: nn.Module, config: FSDPConfig) -> list[ShardedParamete
     return list(found.values())
 
 
-def check_exceptions(module: nn.Module, config: FSDPConfig) -> None:
+def _check_exceptions(module: nn.Module, config: FSDPConfig) -> None:
     """Check the parameters that are not to be sharded.
 
     Raises:
@@ -181,25 +194,47 @@ def check_not_wrapped(module: nn.Module, params: list[ShardedParameter]) -> None
     check_no_other_engine(module)
 
 
+def _wrapper(cls: type) -> tuple[str, str] | None:
+    """The full name of a class if it is or inherits from a known wrapper, and the remedy; else None."""
+    if cls.__module__.startswith("megatron.fsdp."):
+        return None
+    for base in cls.__mro__:
+        if (remedy := _WRAPPERS.get((base.__module__, base.__name__))) is not None:
+            return f"{cls.__module__}.{cls.__name__}", remedy
+    return None
+
+
+def check_no_other_engine(module: nn.Module) -> None:
+    """Check that no other engine has wrapped the model or one of its modules.
+
+    Raises:
+        ValueError: One has. The message names the engine and the module, and suggests a remedy.
+    """
+    for name, part in module.named_modules():
+        found = _wrapper(type(part))
+        for function in _FUNCTIONS:
+            if found is None and function in (part.__dict__.get(REGISTRY_KEY) or ()):
+                found = f"torch's {function}", _COMPOSED.format(function)
+        if found is not None:
+            where = f"its module {name}" if name else "it"
+            raise ValueError(f"The model cannot be sharded: {where} is already synchronized by {found[0]}. {found[1]}")
+
+
 def is_wrapped(module: nn.Module) -> bool:
     """Whether any parameter of a module belongs to a sharded model."""
     return any(owner_of(parameter) is not None for parameter in module.parameters())
 
 
-def check_parameters(
-    params: list[ShardedParameter], device: torch.device, policy: MixedPrecisionPolicy, materialize: bool
-) -> None:
+def _check_parameters(params: list[ShardedParameter], device: torch.device, materialize: bool) -> None:
     """Check that parameters can be sharded.
 
     Args:
         params: All parameters of a model.
         device: The device that it will compute on. Parameters may be there or on the CPU, from where they are moved.
-        policy: Has to support their dtypes.
         materialize: Whether they may be on the meta device.
 
     Raises:
-        ValueError: A parameter is on another device, the policy does not support its dtype, or it is quantized and tied
-            to a plain one.
+        ValueError: A parameter is on another device, or it is quantized and tied to a plain one.
         NotImplementedError: A parameter has an unknown tensor class (see :func:`check_class`), or its module writes it.
         RuntimeError: A parameter has a gradient.
     """
@@ -225,7 +260,6 @@ def check_parameters(
         check_class(name, parameter)
         if parameter.grad is not None:
             refuse_early_read(name, parameter.grad)
-        policy.resolve(parameter.dtype, name)
     plain = {storage_id(p.compute.data): p.name for p in params if storage_of(p.compute) is None}
     for param in params:
         storage = storage_of(param.compute)
@@ -239,14 +273,16 @@ def check_parameters(
                 )
 
 
-def check_quantized(part: UnitPart, device: torch.device, policy: MixedPrecisionPolicy) -> None:
-    """Check that a unit's quantized parameters can be sharded.
+def _check_dtypes(part: UnitPart, device: torch.device, policy: MixedPrecisionPolicy) -> None:
+    """Check that a policy supports a unit's parameters, and that quantized ones can be sharded.
 
     Raises:
-        NotImplementedError: They cannot. The message names the parameter, its class and the reason.
+        ValueError: The policy does not support the dtype of a parameter.
+        NotImplementedError: A quantized one cannot. The message names the parameter, its class and the reason.
     """
     for param in part.params:
         storage, parameter = storage_of(param.compute), param.compute
+        policy.resolve(parameter.dtype, param.name)
         if storage is None:
             continue
         reason = storage.problem(parameter, device)
@@ -259,7 +295,7 @@ def check_quantized(part: UnitPart, device: torch.device, policy: MixedPrecision
             )
 
 
-def mark_experts(params: list[ShardedParameter], index: MeshIndex) -> None:
+def _mark_experts(params: list[ShardedParameter], index: MeshIndex) -> None:
     """Mark the parameters that the mesh of experts serves, if there is one, and log them.
 
     Parameters without Megatron-Core's mark ``allreduce`` are experts if their names say so, as in its own FSDP.
@@ -290,7 +326,7 @@ def mark_experts(params: list[ShardedParameter], index: MeshIndex) -> None:
         logger.warning("FSDP: %s", problem)
 
 
-def tensor_parallel_mesh(params: list[ShardedParameter], index: MeshIndex) -> DeviceMesh | None:
+def _tensor_parallel_mesh(params: list[ShardedParameter], index: MeshIndex) -> DeviceMesh | None:
     """The tensor-parallel mesh, if any parameter is a DTensor over one or is marked as tensor-parallel.
 
     Raises:
@@ -312,6 +348,42 @@ def owner_of(parameter: nn.Parameter) -> Any:
     """The engine that a parameter belongs to; None if it belongs to none, or the engine is gone."""
     reference = getattr(parameter, OWNER, None)
     return None if reference is None else reference()
+
+
+def check_and_partition(
+    module: nn.Module,
+    params: list[ShardedParameter],
+    config: FSDPConfig,
+    index: MeshIndex,
+    unit_modules: UnitClasses | None,
+    device: torch.device,
+    policy_of: Callable[[UnitPart], MixedPrecisionPolicy],
+) -> tuple[UnitPart, DeviceMesh | None]:
+    """Check a model's parameters, and split them into units.
+
+    Args:
+        module: The model.
+        params: Its parameters.
+        config: Settings.
+        index: Mesh and process groups.
+        unit_modules: See :func:`resolve_unit_classes`.
+        device: Device of the computation.
+        policy_of: Dtypes of one unit.
+
+    Returns:
+        The root unit, and the tensor-parallel mesh if the model has one.
+    """
+    _check_exceptions(module, config)
+    receives = config.sync_module_states and all(axes.dp_group.rank() for axes in (index.dense, index.experts))
+    materialize = config.init_model_with_meta_device or bool(receives)
+    _check_parameters(params, device, materialize)
+    classes = resolve_unit_classes(module, unit_modules)
+    _mark_experts(params, index)
+    tp_mesh = _tensor_parallel_mesh(params, index)
+    root = partition(module, params, classes, config.enable_fine_grained_param_gather)
+    for part in root.walk():
+        _check_dtypes(part, device, policy_of(part))
+    return root, tp_mesh
 
 
 def partition(

@@ -403,8 +403,7 @@ class Unit:
 
         Backward may recompute such a module without the unit, and then needs the planes of forward.
         """
-        schedule = self._schedule()
-        if schedule is not None:
+        if (schedule := self.schedule) is not None:
             schedule.before_inner_forward(self)
 
     def pre_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
@@ -497,8 +496,7 @@ class Unit:
 
     def pre_backward(self, grad: torch.Tensor) -> None:
         """Tensor hook of an output."""
-        schedule = self._schedule()
-        if schedule is not None:
+        if (schedule := self.schedule) is not None:
             schedule.before_backward(self)
 
     @property
@@ -508,8 +506,7 @@ class Unit:
 
     def post_backward(self) -> None:
         """Called when the gradients of one call's inputs are complete."""
-        schedule = self._schedule()
-        if schedule is not None:
+        if (schedule := self.schedule) is not None:
             schedule.after_backward(self)
 
     def abandon(self) -> None:
