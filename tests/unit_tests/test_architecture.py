@@ -24,7 +24,7 @@ BUDGETS = {
     "megatron/fsdp": 400,
     "megatron/fsdp/api": 590,
     "megatron/fsdp/buffers": 1_500,
-    "megatron/fsdp/checkpoint": 2_280,
+    "megatron/fsdp/checkpoint": 2_320,
     "megatron/fsdp/comm": 1_000,
     "megatron/fsdp/convert": 3_960,
     "megatron/fsdp/dtensor": 1_010,
@@ -43,7 +43,7 @@ BUDGETS = {
     "megatron/fsdp/state": 530,
     "megatron/fsdp/tools": 3_280,
     "megatron_fsdp": 150,
-    "tests": 36_950,
+    "tests": 37_000,
 }
 
 # Phrases, as regular expressions, and the word that people of this field search for.
