@@ -204,8 +204,14 @@ REMEDIES = [
     Remedy(
         "gradients from before sharding",
         "fsdp2/marked.py",
-        "        if parameter.requires_grad\n    ]",
+        "        if parameter.requires_grad and parameter not in ignored\n    ]",
         "        if False\n    ]",
+    ),
+    Remedy(
+        "earlier .data stays",
+        "dtensor/ragged_dtensor.py",
+        "        local.data = kept\n",
+        "",
     ),
 ]
 

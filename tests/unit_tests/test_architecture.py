@@ -27,8 +27,8 @@ BUDGETS = {
     "megatron/fsdp/checkpoint": 2_320,
     "megatron/fsdp/comm": 1_000,
     "megatron/fsdp/convert": 3_960,
-    "megatron/fsdp/dtensor": 1_010,
-    "megatron/fsdp/fsdp2": 635,
+    "megatron/fsdp/dtensor": 1_030,
+    "megatron/fsdp/fsdp2": 650,
     "megatron/fsdp/helpers": 340,
     "megatron/fsdp/init": 385,
     "megatron/fsdp/integrations": 520,
@@ -40,10 +40,10 @@ BUDGETS = {
     "megatron/fsdp/quantized/reference": 390,
     "megatron/fsdp/runtime": 2_325,
     "megatron/fsdp/sharding": 710,
-    "megatron/fsdp/state": 530,
+    "megatron/fsdp/state": 550,
     "megatron/fsdp/tools": 3_280,
     "megatron_fsdp": 150,
-    "tests": 37_000,
+    "tests": 37_150,
 }
 
 # Phrases, as regular expressions, and the word that people of this field search for.

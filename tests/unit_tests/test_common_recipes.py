@@ -90,6 +90,46 @@ def _mean_teacher(run: Run) -> None:
                 mine.mul_(0.5).add_(theirs, alpha=0.5)
 
 
+def _average_for_evaluation(run: Run) -> None:
+    """Parameters take an average as their .data, and then their own values again."""
+    model, optimizer = run.shard(Model())
+    parameters = dict(model.named_parameters())
+    average = {name: p.detach().clone() for name, p in parameters.items()}
+    for batch in run.batches():
+        run.step(model, optimizer, model(batch).pow(2).mean())
+        own = {}
+        for name, p in parameters.items():
+            average[name].lerp_(p.detach(), 0.5)
+            own[name], p.data = p.data, average[name]
+        average[name].mul_(0.9)  # is the last parameter, too
+        with torch.no_grad():
+            run.losses.append(model(batch).pow(2).mean())
+        for name, p in parameters.items():
+            p.data = own[name]
+
+
+def _exchanged(run: Run) -> None:
+    """Two parameters exchange their values; those of a third are put back after a write."""
+    model, optimizer = run.shard(Model())
+    ups = [block.up.weight for block in model.get_submodule("module" if run.arguments else "").blocks]
+    for batch in run.batches():
+        ups[0].data, ups[1].data, before = ups[1].data.clone(), ups[0].data, ups[2].detach()
+        ups[2].data = ups[2].data * 2
+        run.losses.append(model(batch).pow(2).mean().detach())
+        ups[2].data = before
+        run.step(model, optimizer, model(batch).pow(2).mean())
+
+
+def _restarted(run: Run) -> None:
+    """The optimizer restarts from its state before the first step, several times."""
+    model, optimizer = run.shard(Model())
+    start = copy.deepcopy(optimizer.state_dict())
+    for batch in run.batches():
+        for _ in range(2):
+            run.step(model, optimizer, model(batch).pow(2).mean())
+        optimizer.load_state_dict(start)
+
+
 def _dqn(run: Run) -> None:
     model = Model()
     target = run.shard_alone(copy.deepcopy(model))
@@ -166,6 +206,9 @@ def _clipping_by_accelerate(run: Run) -> None:
 
 RECIPES: dict[str, Callable[[Run], None]] = {
     "mean teacher": _mean_teacher,
+    "average for evaluation": _average_for_evaluation,
+    "exchanged": _exchanged,
+    "restarted": _restarted,
     "DQN": _dqn,
     "WGAN-GP": _wgan_gp,
     "DPO with LoRA": _dpo_with_lora,

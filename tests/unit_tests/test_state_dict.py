@@ -5,9 +5,20 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from megatron_fsdp import MegatronFSDP, fully_shard_model
-from tests.models import Block, TinyModel, batches, device, loss_of, main_weights, shard, state_of
+from tests.models import (
+    Block,
+    TinyModel,
+    assert_same_weights,
+    batches,
+    device,
+    loss_of,
+    main_weights,
+    shard,
+    state_of,
+)
 from tests.ranks import RankPool
 
 
@@ -106,3 +117,38 @@ def _while_unsharded() -> None:
 
 def test_state_dict_between_forward_and_backward(ranks: RankPool) -> None:
     ranks.run(2, _while_unsharded)
+
+
+class Upgraded(nn.Linear):
+    """A layer whose older checkpoints have another scale and another name."""
+
+    def __init__(self) -> None:
+        super().__init__(5, 3)
+        self.register_load_state_dict_pre_hook(self._rename)
+        self.register_load_state_dict_post_hook(lambda module, keys: module.loaded.append(keys.missing_keys))
+        self.loaded: list[list[str]] = []
+
+    @staticmethod
+    def _rename(module: nn.Module, state: dict, prefix: str, *unused: object) -> None:
+        if prefix + "shift" in state:
+            state[prefix + "bias"] = state.pop(prefix + "shift")
+
+    def _load_from_state_dict(self, state: dict, prefix: str, *arguments: object) -> None:
+        state[prefix + "weight"] = state[prefix + "weight"] * 0.5
+        super()._load_from_state_dict(state, prefix, *arguments)
+
+
+def _own_loading() -> None:
+    torch.manual_seed(0)
+    reference = nn.Sequential(Upgraded(), nn.Linear(3, 3))
+    sharded = fully_shard_model(copy.deepcopy(reference).to(device()), fsdp_unit_modules=[Upgraded])
+    state = {name: torch.randn(value.shape) for name, value in reference.state_dict().items()}
+    state["0.shift"] = state.pop("0.bias")
+    reference.load_state_dict(state)
+    sharded.load_state_dict({f"module.{name}": value for name, value in state.items()})
+    assert_same_weights(sharded, reference)
+    assert sharded.module[0].loaded == reference[0].loaded == [[]]
+
+
+def test_modules_change_what_is_loaded_into_them(ranks: RankPool) -> None:
+    ranks.run(2, _own_loading)

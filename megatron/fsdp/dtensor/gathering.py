@@ -144,11 +144,18 @@ def reduce_over(
     sent = (value.int() if value.dtype is torch.bool else value.clone()).detach()
     if sent.device.type != mesh.device_type:
         sent = sent.to(mesh.device_type)
+    is_extreme = value.is_floating_point() and operation in (dist.ReduceOp.MAX, dist.ReduceOp.MIN)
+    if is_extreme:
+        # Of a NaN and a number, backends may return the number. Minima are maxima of negated values.
+        sign, operation = (1 if operation == dist.ReduceOp.MAX else -1), dist.ReduceOp.MAX
+        sent = torch.stack([(sign * sent).masked_fill(sent.isnan(), -torch.inf), sent.isnan().to(sent.dtype)])
     with JOURNAL.recorded(f"reduce a tensor of shape {tuple(value.shape)}", mesh.mesh.flatten().tolist()):
         for axis in axes:
             group = mesh.get_group(axis)
             with ensure_released(group, sent):
                 _finish(dist.all_reduce(sent, operation, group=group, async_op=True), group, sent)
+    if is_extreme:
+        sent = (sign * sent[0]).masked_fill(sent[1] > 0, torch.nan)
     return sent.to(value)
 
 

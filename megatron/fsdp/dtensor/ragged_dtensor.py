@@ -45,6 +45,7 @@ from megatron.fsdp.dtensor.reductions import NeedsFullTensor, call, in_graph, no
 from megatron.fsdp.dtensor.unsupported import (
     NO_MEMORY,
     OWNER,
+    SHARED_DATA,
     Unsupported,
     explained,
     refuse_memory,
@@ -109,10 +110,21 @@ class RaggedDTensor(InChunks, DTensor):
             refuse_reads(data.untyped_storage()._cdata, NO_MEMORY)
         return data
 
-    def _copy_data(self, value: torch.Tensor) -> None:
-        self.detach().copy_(value)  # torch's setter would replace the memory of the wrapper, which has none
+    def _set_data(self, value: torch.Tensor) -> None:
+        # torch's setter would replace the memory of the wrapper, which has none. A main weight cannot move either, so
+        # tensors that share its shard, such as an earlier .data, take the old values elsewhere with them.
+        local, other = self._local_tensor, value if isinstance(value, RaggedDTensor) else None
+        if other is not None and other._local_tensor is local:
+            return
+        if other is not None and _in_buffer(other._local_tensor):
+            raise ValueError(SHARED_DATA)
+        self._local_tensor, kept = local.view(local.shape), local.clone()
+        self.detach().copy_(value)
+        local.data = kept
+        if other is not None and same_layout(other, self) and other.dtype == self.dtype:
+            other._local_tensor = self._local_tensor  # as without sharding, a write to either is one to both
 
-    data = property(_get_data, _copy_data)
+    data = property(_get_data, _set_data)
     numpy = tolist = storage = refuse_memory
     __tensor_flatten__ = refuse_tracing
 
@@ -241,6 +253,12 @@ def reduced(value: Any) -> Any:
     if not isinstance(value, DTensor):
         return value
     return value._local_tensor if is_replicated(value._spec.placements) else value.full_tensor()
+
+
+def _in_buffer(local: torch.Tensor) -> bool:
+    """Whether a shard lies in a flat buffer, as those of parameters and of their gradients do."""
+    base = local._base
+    return base is not None and base.untyped_storage()._cdata == local.untyped_storage()._cdata
 
 
 def _same(one: DTensorSpec, other: DTensorSpec) -> bool:

@@ -39,6 +39,10 @@ NO_MEMORY = (
     "This tensor was given the .data of a sharded tensor, which has no memory of its own. Copy the full tensor "
     "instead: plain.data.copy_(sharded.full_tensor())."
 )
+SHARED_DATA = (
+    "parameter.data = other: a sharded parameter cannot share the memory of another parameter or of a gradient. Assign "
+    "a copy, parameter.data = other.clone(), or write parameter.data.copy_(other)."
+)
 
 
 class Unsupported(NotImplementedError):

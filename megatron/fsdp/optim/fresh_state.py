@@ -80,6 +80,17 @@ class FreshState:
                 del optimizer.state[main]
         self._versions.clear()
 
+    def own_initial(self, optimizer: torch.optim.Optimizer) -> None:
+        """Copy loaded state from before a first step. torch would have loaded none, to which no step could write.
+
+        A program may load the state dict from before its first step again and again, to restart.
+        """
+        for state in optimizer.state.values() if not isinstance(optimizer, torch.optim.Adagrad) else ():
+            # Adagrad has state from the beginning. SGD counts no steps.
+            first = state.get("step", state.get("momentum_buffer"))
+            if first is not None and not (_local(first).any() if isinstance(first, torch.Tensor) else first):
+                state.update({key: value.clone() for key, value in state.items() if isinstance(value, torch.Tensor)})
+
     def _state_of(self, optimizer: torch.optim.Optimizer, options: dict, main: nn.Parameter) -> State | None:
         if not main.requires_grad:
             return None

@@ -262,6 +262,7 @@ class Attachment:
     def after_load(self, optimizer: torch.optim.Optimizer) -> None:
         """Drop created state that was not loaded into, and shard full state."""
         self.fresh.discard_unloaded(optimizer)
+        self.fresh.own_initial(optimizer)
         self.shard_state(optimizer)
 
     def shard_state(self, optimizer: torch.optim.Optimizer) -> None:

@@ -71,8 +71,7 @@ def unsharded_state(module: nn.Module) -> dict[str, torch.Tensor | nn.Module]:
     These are ignored parameters, persistent buffers, and modules that have extra state.
     """
     state: dict[str, torch.Tensor | nn.Module] = {**ignored_parameters(module)}
-    for path, owner in module.named_modules():
-        prefix = public_name(f"{path}." if path else "")
+    for prefix, owner in _owners(module):
         for name, buffer in owner.named_buffers(recurse=False):
             if name not in owner._non_persistent_buffers_set:
                 state[prefix + name] = buffer
@@ -160,10 +159,12 @@ def load(engine: Engine, module: nn.Module, prefix: str, state_dict: Mapping[str
     names = {id(param): [prefix + name for name in param.names] for param in engine.params()}
     wanted: dict[str, Any] = {name: param for param in engine.params() for name in names[id(param)]}
     wanted |= unsharded_state(module)
-    # A tied parameter needs an entry under only one of its names.
-    tied = {name for names_ in names.values() if any(n in state_dict for n in names_) for name in names_}
+    original = state_dict
     # Check all values before the first copy, so that an error leaves the model unchanged.
     with propagate_errors(engine.index):
+        state_dict = _changed_by_hooks(module, original)
+        # A tied parameter needs an entry under only one of its names.
+        tied = {name for names_ in names.values() if any(n in state_dict for n in names_) for name in names_}
         keys = match_keys({k: v for k, v in wanted.items() if k in state_dict or k not in tied}, state_dict, strict)
         for key in keys:
             if isinstance(wanted[key], ShardedParameter):
@@ -178,8 +179,38 @@ def load(engine: Engine, module: nn.Module, prefix: str, state_dict: Mapping[str
             target.set_extra_state(state_dict[key])
         else:
             target.copy_(state_dict[key])
+    errors = list[str]()
+    for key, owner in _owners(module):
+        if type(owner)._load_from_state_dict.__module__.partition(".")[0] != "torch":
+            owner._load_from_state_dict(dict(original), key, {}, False, [], [], errors)
     engine.invalidate_weights()
-    return _IncompatibleKeys([k for k in wanted if k not in keys], [k for k in state_dict if k not in keys])
+    _raise_first(errors)
+    result = _IncompatibleKeys([k for k in wanted if k not in keys], [k for k in state_dict if k not in keys])
+    for _, owner in reversed(_owners(module)):
+        for hook in owner._load_state_dict_post_hooks.values():
+            hook(owner, result)
+    return result
+
+
+def _owners(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """All modules in a module, each with the beginning of its keys in a state dict."""
+    return [(public_name(f"{path}." if path else ""), owner) for path, owner in module.named_modules()]
+
+
+def _changed_by_hooks(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict after the modules' hooks before a load, which may rename or change values."""
+    changed, errors = dict(state_dict), list[str]()
+    metadata = getattr(state_dict, "_metadata", {})
+    for key, owner in _owners(module):
+        for hook in owner._load_state_dict_pre_hooks.values():
+            hook(changed, key, metadata.get(key[:-1], {}), True, [], [], errors)
+    _raise_first(errors)
+    return changed
+
+
+def _raise_first(errors: list[str]) -> None:
+    if errors:
+        raise RuntimeError(f"load_state_dict: {errors[0]}")
 
 
 def _compare(engine: Engine, wanted: Mapping[str, Any], given: Mapping[str, Any]) -> None:

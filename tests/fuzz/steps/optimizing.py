@@ -39,7 +39,7 @@ def _clip_norm(side: Side, parameters: list[nn.Parameter], most: float, order: f
     return norm
 
 
-GRADIENTS = ("norm", "finite", "mul_", "foreach", "assign", "none", "zeros")
+GRADIENTS = ("norm", "finite", "mul_", "foreach", "assign", "none", "zeros", "decay", "masked")
 
 
 @step(4, how=GRADIENTS, what=PARTS)
@@ -57,6 +57,10 @@ def gradient(side: Side, how: str, what: str) -> Any:
             parameter.grad.mul_(0.5)
         elif how == "assign":
             parameter.grad = parameter.grad.clone() * 0.5
+        elif how == "decay":
+            parameter.grad = parameter.grad + 0.1 * parameter.detach()
+        elif how == "masked":
+            parameter.grad.masked_fill_(parameter.detach() > 0, 0.0)
         elif how == "none":
             parameter.grad = None
         elif how == "zeros":
@@ -130,16 +134,24 @@ def zero_grad(side: Side, who: str, to_none: bool) -> None:
     getattr(side, who).zero_grad(set_to_none=to_none)
 
 
-@step(kind=("group", "rate", "second"))
+@step(4, kind=("group", "rate", "second", "new", "state", "clear"))
 def change_optimizer(side: Side, kind: str) -> None:
-    """A new group for parameters that no group has, another learning rate, a second optimizer."""
+    """A new group for parameters that no group has, another learning rate, another optimizer, another state."""
+    optimizer = side.optimizer
     if kind == "rate":
-        for group in side.optimizer.param_groups:
+        for group in optimizer.param_groups:
             group["lr"] *= 0.5
-        return
-    if kind == "group" and side.setting.groups == "part" and not side.kept.get("grouped"):
+    elif kind == "state":
+        for state in optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, torch.Tensor) and value.dim():
+                    value.mul_(0.5)
+    elif kind == "clear":
+        optimizer.state.clear()
+    elif kind == "group" and side.setting.groups == "part" and not side.kept.get("grouped"):
         side.kept["grouped"] = True
-        side.optimizer.add_param_group({"params": side.parameters("head"), "lr": 0.05})
-    if kind == "second":
-        side.optimizer = torch.optim.SGD(side.parameters("block"), lr=0.05, momentum=0.5)
+        optimizer.add_param_group({"params": side.parameters("head"), "lr": 0.05})
+    elif kind in ("new", "second"):
+        part = side.parameters("block" if kind == "second" else "all")
+        side.optimizer = torch.optim.SGD(part, lr=0.05, momentum=0.5)
         side.optimizers.append(side.optimizer)

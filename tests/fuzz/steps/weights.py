@@ -79,15 +79,26 @@ def freeze(side: Side, what: str, frozen: bool) -> None:
         parameter.requires_grad_(not frozen)
 
 
-@step(3, use=("update", "apply", "swap", "forward"))
+@step(4, use=("update", "apply", "swap", "forward", "data"))
 def average(side: Side, use: str) -> Any:
-    """An exponential moving average of the weights; "forward" gives it to functional_call."""
+    """An exponential moving average of the weights; "forward" gives it to functional_call.
+
+    "data" evaluates with it as the .data of the parameters, which then get back their own.
+    """
     parameters = dict(side.net.named_parameters())
     if "average" not in side.kept:
         side.kept["average"] = {name: p.detach().clone() for name, p in parameters.items()}
     averages = side.kept["average"]
-    side.written()
+    side.written(hidden=use == "data")
     with torch.no_grad():
+        if use == "data":
+            own = {name: parameter.data for name, parameter in parameters.items()}
+            if lost := side.plain and side.setting.mesh == "tp":  # see "write"
+                own = {name: value.clone() for name, value in own.items()}
+            _assign(parameters, averages, lost)
+            loss = side.loss(side.model(side.batch(1)))
+            _assign(parameters, own, lost)
+            return loss
         if use == "forward":
             given = {name: full(value) for name, value in averages.items()}
             return side.loss(torch.func.functional_call(side.net, given, (side.batch(1),)))
@@ -101,6 +112,14 @@ def average(side: Side, use: str) -> Any:
                 parameter.copy_(averages[name])
                 averages[name].copy_(before)
     return None
+
+
+def _assign(parameters: dict[str, nn.Parameter], values: dict[str, torch.Tensor], copy: bool) -> None:
+    for name, parameter in parameters.items():
+        if copy:
+            parameter.data.copy_(values[name])
+        else:
+            parameter.data = values[name]
 
 
 @step(3, kind=("sum", "norm", "full", "old", "data"), what=PARTS)
