@@ -47,6 +47,10 @@ class Settings:
         """The first source's value; None if no source has the setting."""
         return next((getattr(source, attribute) for source, attribute in self._places(name)), None)
 
+    def __contains__(self, name: str) -> bool:
+        """Whether a source has the setting."""
+        return bool(self._places(name))
+
     def set(self, name: str, value: Any) -> None:
         """Change a setting in every source that has it."""
         for source, attribute in self._places(name):
@@ -145,6 +149,8 @@ MUON = ("muon", "dist_muon")
 
 def _narrows(settings: Settings) -> bool:
     """Whether Megatron clips gradients that are not fp32, which have the dtype of the main weights."""
+    if "megatron_fsdp_main_params_dtype" not in settings:
+        return False
     dtype = settings["megatron_fsdp_main_params_dtype"]
     if dtype in (None, "auto"):
         dtype = "bf16" if settings["bf16"] or settings["fp16"] else "fp32"

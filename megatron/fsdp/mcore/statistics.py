@@ -34,7 +34,7 @@ def get_megatron_optimizer(
     ours = [chunk for chunk in model_chunks if isinstance(chunk, FullyShardedDataParallel)]
     if not ours:
         return original(config, model_chunks, *args, **kwargs)
-    settings = Settings(config)
+    settings = Settings(config, ours[0].ddp_config)
     check(settings)
     adjust(settings)
     optimizer = original(config, model_chunks, *args, **kwargs)

@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.fsdp.api.ddp_config import FLAGS
 from megatron.fsdp.config import FSDPConfig
-from megatron.fsdp.mcore import limits
+from megatron.fsdp.mcore import limits, statistics
 from megatron.fsdp.mcore.adapter import fsdp_config
 from megatron.fsdp.mcore.limits import (
     ADJUSTMENTS,
@@ -130,6 +131,18 @@ def test_flags_are_refused_before_megatron_validates_them(words: str, refused: s
 def test_manual_registration_is_off_where_megatron_asserts_that_buffers_are_registered() -> None:
     args = _command_line().parse_args(["--use-megatron-fsdp", "--fsdp-manual-registration"])
     assert validate_args(lambda args: args.fsdp_manual_registration, args) is False
+
+
+def test_clipping_is_checked_where_both_settings_are_known() -> None:
+    optimizer = OptimizerConfig(optimizer="adam", lr=1e-3, bf16=True, params_dtype=torch.bfloat16, clip_grad=1.0)
+    check(Settings(optimizer))
+    check(Settings(optimizer, DistributedDataParallelConfig(use_megatron_fsdp=True)))
+    chunk = SimpleNamespace(ddp_config=DistributedDataParallelConfig(megatron_fsdp_main_params_dtype=torch.bfloat16))
+    with (
+        patch.object(statistics, "FullyShardedDataParallel", SimpleNamespace),
+        pytest.raises(ValueError, match="^megatron_fsdp_main_params_dtype other than fp32 with clip_grad"),
+    ):
+        statistics.get_megatron_optimizer(lambda *args: pytest.fail("the optimizer was built"), optimizer, [chunk])
 
 
 def test_all_that_is_wrong_is_said_at_once() -> None:
