@@ -99,6 +99,8 @@ FEATURES = (
         ("test_hybrid.py::test_sharding_over_the_outer_axis_alone_is_refused",),
         raises=True,
     ),
+    Feature("ignored and replicated parameters", ("test_unsharded_parameters.py",)),
+    Feature("full weights in buckets, for inference", ("test_full_weights.py",)),
     Feature("tensor parallelism with DTensors", ("test_tensor_parallel.py",)),
     Feature("experts on a separate mesh", ("test_model_arguments.py::test_experts_are_sharded_over_their_own_mesh",)),
     Feature("initialization on the meta device", ("test_meta_device.py",)),

@@ -15,10 +15,10 @@ from megatron.fsdp.mcore import cpu, limits  # noqa: E402
 
 def of_limits() -> str:
     """The tables of Megatron's settings that are refused, changed and ignored."""
-    lines = ["| setting | error | why | what to do |", "|---|---|---|---|"]
+    lines = ["| setting | why it raises an error | what to do |", "|---|---|---|"]
     for limit in limits.LIMITS:
-        reason = limit.reason.removeprefix(limits.NOT_YET)
-        lines.append(f"| `{limit.setting}` | {limit.error.__name__} | {reason} | {limit.remedy} |")
+        reason = limit.reason.replace(limits.NOT_YET, "Not supported yet: ")
+        lines.append(f"| `{limit.setting}` | {reason} | {limit.remedy} |")
     lines += ["", "| setting | is set to | why |", "|---|---|---|"]
     for adjustment in limits.ADJUSTMENTS:
         lines.append(f"| `{adjustment.setting}` | `{adjustment.value}` | {adjustment.reason} |")

@@ -30,6 +30,7 @@ QUICK = (
 )
 MERGE = (
     "functional_tests/",
+    "functional_tests/test_readme.py::test_the_commands_for_megatron_run",
     "unit_tests/mcore/test_adapters.py::test_tensor_parallel_training",
     "unit_tests/mcore/test_checkpoint.py::test_loading_in_place_on_other_ranks",
     "unit_tests/mcore/test_contract.py::test_settings_of_the_model",

@@ -24,12 +24,14 @@ CHROMIUM = shutil.which("chromium")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's chromium")
 DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
 
-# Of a page: links and anchors, images without a picture, and whether a comment shows as text.
+# Of a page: links and anchors, images without a picture, whether a comment shows as text, and code that is cut off.
 LOOK = """() => ({
     links: [...document.querySelectorAll("a[href]")].map(a => a.href),
     ids: [...document.querySelectorAll("[id]")].map(e => e.id),
     broken: [...document.images].filter(i => !i.complete || i.naturalWidth === 0).map(i => i.src),
     hidden: [...document.querySelectorAll("article p")].some(e => e.textContent.startsWith("<!--")),
+    cut: [...document.querySelectorAll("article :is(.language-python, .language-bash, .language-diff) pre > code")]
+        .filter(e => e.scrollWidth > e.clientWidth).map(e => e.textContent.trim().split("\\n")[0]),
 })"""
 # A text, the first block that is its ground, and the size of the text in pixels.
 COLORS = """selector => {
@@ -128,6 +130,7 @@ def test_every_page(site: Site) -> None:
         found[page] = tab.evaluate(LOOK)
         problems += [f"no picture: {image}" for image in found[page]["broken"]]
         problems += ["a comment shows"] if found[page]["hidden"] else []
+        problems += [f"code is cut off on a desktop: {code}" for code in found[page]["cut"]]
         tab.set_viewport_size(PHONE)
         width = tab.evaluate("document.documentElement.scrollWidth")
         problems += [f"is {width} pixels wide on a phone"] if width > PHONE["width"] else []

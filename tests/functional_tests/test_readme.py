@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.docs_code import Command, Page, run_command
 from tests.launch import ROOT, printed, torchrun
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]
@@ -22,6 +23,15 @@ def test_the_example_for_pytorch_runs(tmp_path: Path) -> None:
     assert len(losses) == 10 and losses[-1] < losses[0] < 1.5
     # The output is reproducible.
     assert runs[0].stdout == runs[1].stdout
+
+
+def test_the_commands_for_megatron_run(tmp_path: Path) -> None:
+    (block,) = re.findall(r"```bash\n(ARGS=.*?)```", PAGES[0].read_text(), flags=re.DOTALL)
+    assert block.count("--train-iters 20 ") == 1
+    shorter = block.replace("--train-iters 20 ", "--train-iters 2 ")
+    # A doctor that finds an error ends the block.
+    output = run_command(Page(PAGES[0]), Command(0, shorter), tmp_path, timeout=280)
+    assert "validation loss at iteration 2 on validation set" in output, output
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 ENGINE = ROOT / "megatron" / "fsdp"
+TEXTS = ("py", "md", "sh", "bash", "sbatch")
 FOLDERS = ("megatron", "megatron_fsdp", "scripts", "tools", "examples", "tests", "benchmarks")
 # Packages that may import more than torch, and the distributions that they may import.
 NEED_MORE = {"mcore": None, "convert": None, "integrations": None, "tools": None, "checkpoint": {"numpy"}}
@@ -50,7 +51,7 @@ BUDGETS = {
 WORDS = {
     "[Ww]hole (weight|tensor|state|parameter|gradient|matri|buffer|compute weight)": "full",
     "(an)other number of": "a different number of",
-    "[Dd]ivided? (between|over) (the )?ranks": "split, sharded",
+    "[Dd]ivided? (between|over|among|across) (the |all )?ranks": "split, sharded",
     "[Ss]tand-in": "mock, fake, placeholder",
     "matrix (product)": "matmul",
     "[Mm]ulti(processor)s": "SMs",
@@ -61,6 +62,7 @@ WORDS = {
     r"\b[Ll]en(ds|t)\b": "allocate, reuse",
     r"\b[Mm](eeting)s?\b": "sync point",
     r'"{3}What\b': "the noun",
+    "^(XX|TODO|TBD)+$": "what belongs here",
 }
 
 
@@ -152,7 +154,7 @@ def test_packages_keep_their_budgets() -> None:
 def test_texts_have_the_words_of_the_field() -> None:
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
     found = []
-    for path in [*pages, *(path for name in FOLDERS for path in (ROOT / name).rglob("*.[pm][yd]"))]:
+    for path in [*pages, *(path for name in FOLDERS for kind in TEXTS for path in (ROOT / name).rglob(f"*.{kind}"))]:
         for number, line in enumerate(path.read_text().splitlines(), 1):
             wrong = [(match[0], word) for phrase, word in WORDS.items() if (match := re.search(phrase, line))]
             found += [f"{path.relative_to(ROOT)}:{number}: {phrase!r}; write: {word}" for phrase, word in wrong]

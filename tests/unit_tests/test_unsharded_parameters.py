@@ -201,7 +201,7 @@ def _arguments() -> None:
     weight, stranger = model.head.weight, nn.Parameter(torch.zeros(2, 3))
     with pytest.raises(TypeError, match=r"^ignored_params: expected parameters of the model; got 'head.weight'\."):
         fully_shard_model(model, ignored_params=["head.weight"])
-    with pytest.raises(ValueError, match=r"^replicated_params: 1 of 2 are no parameters of the model, one of shape"):
+    with pytest.raises(ValueError, match=r"^replicated_params: 1 of 2 are not parameters of the model, one of shape"):
         fully_shard_model(model, replicated_params=[weight, stranger])
     with pytest.raises(ValueError, match=r"^1 parameters are in ignored_params and in replicated_params: choose one\."):
         fully_shard_model(model, ignored_params=[weight], replicated_params=[weight])

@@ -20,7 +20,7 @@ from megatron.fsdp.comm.streams import is_capturing
 
 
 class Writer(IntEnum):
-    """Who is the first to write memory, and so waits for nobody else who has used it."""
+    """The first to write a buffer; this one waits for no earlier use of its memory."""
 
     TASKS = 0
     COMPUTE = 1
@@ -326,7 +326,7 @@ class FixedPool:
             self.grown = False
 
     def addresses(self) -> list[int]:
-        """Where the buffers lie that :meth:`renew` has just made: first the slots, then scratch memory."""
+        """Addresses of the buffers that :meth:`renew` has just made: first the slots, then scratch memory."""
         storages = [slot.storage for slot in self._by_place.values()]
         storages += [flat.untyped_storage() for free in self._free.values() for flat in free]
         return [storage.data_ptr() for storage in storages if storage.nbytes()]

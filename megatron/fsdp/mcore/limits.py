@@ -192,7 +192,7 @@ LIMITS: tuple[Limit, ...] = (
     Limit(
         "lr_warmup_iters or lr_warmup_samples not below the end of the decay",
         "Megatron expects the warm-up of the learning rate to end before its decay, by default the end of the run.",
-        "Shorten the warm-up, or give --lr-decay-iters (--lr-decay-samples) of the full run to a shorter one.",
+        "Shorten the warm-up, or set --lr-decay-iters (--lr-decay-samples) to the length of the full run.",
         condition=_warms_up_too_long,
     ),
     Limit(

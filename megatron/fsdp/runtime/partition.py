@@ -170,7 +170,7 @@ def _check_exceptions(module: nn.Module, config: FSDPConfig) -> None:
         given = frozenset(getattr(config, name))
         if strangers := given - known:
             raise ValueError(
-                f"{name}: {len(strangers)} of {len(given)} are no parameters of the model, one of shape "
+                f"{name}: {len(strangers)} of {len(given)} are not parameters of the model, one of shape "
                 f"{tuple(next(iter(strangers)).shape)}. Give objects that its parameters() yields before it is sharded."
             )
     if both := frozenset(config.ignored_params) & frozenset(config.replicated_params):
