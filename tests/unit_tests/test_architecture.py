@@ -22,7 +22,7 @@ OPTIONAL = {"state/export.py": {"safetensors"}, "quantized/torchao.py": {"torcha
 # The most lines of code of each package, without blank lines, comments, docstrings and sub-packages that have a row.
 BUDGETS = {
     "megatron/fsdp": 400,
-    "megatron/fsdp/api": 590,
+    "megatron/fsdp/api": 600,
     "megatron/fsdp/buffers": 1_480,
     "megatron/fsdp/checkpoint": 2_280,
     "megatron/fsdp/comm": 1_000,
@@ -40,7 +40,7 @@ BUDGETS = {
     "megatron/fsdp/quantized/reference": 390,
     "megatron/fsdp/runtime": 2_330,
     "megatron/fsdp/sharding": 710,
-    "megatron/fsdp/state": 530,
+    "megatron/fsdp/state": 540,
     "megatron/fsdp/tools": 3_280,
     "megatron_fsdp": 150,
     "tests": 36_800,

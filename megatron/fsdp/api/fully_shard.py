@@ -75,6 +75,7 @@ def fully_shard_model(
     replicated_params: Collection[nn.Parameter] = (),
     reshard_after_forward: int | None = None,
     synchronous: bool = False,
+    interleaves_micro_batches: bool = False,
 ) -> MegatronFSDP:
     """Shard a model's parameters, gradients and optimizer state over the data-parallel ranks.
 
@@ -200,6 +201,9 @@ def fully_shard_model(
             ``fsdp_double_buffer``, ``nccl_ub`` and ``cuda_graph_mode`` at once. Compute then waits for every
             collective, and no buffer is used twice. If the result stays wrong, look at the model first. So does the
             environment variable ``MEGATRON_FSDP_SYNCHRONOUS=1``.
+        interleaves_micro_batches: The caller runs the forward of one micro-batch during the backward of another, as
+            ``overlap_moe_expert_parallel_comm`` of Megatron does: ``fsdp_double_buffer`` then has twice as many
+            buffers, because the two passes use units in opposite orders.
 
     Returns:
         The sharded model. Its ``parameters()`` are the main weights, for the optimizer.
