@@ -27,6 +27,8 @@ TORCH_TESTS := $(addprefix tests/unit_tests/,$(patsubst %,checkpoint/test_%.py,b
 # A machine with a GPU may have no registry: these commands use the Python that has torch, and install nothing.
 GPU_PYTHON ?= $(if $(wildcard $(STAMP)),$(PYTHON),python3)
 GPU_CHECKS_FLAGS ?=
+GPU_TEST_DEVICE ?= cuda
+GPU_TESTS ?= tests/unit_tests
 CLUSTER_FLAGS ?=
 
 # Recreate a .venv whose interpreter is gone.
@@ -122,14 +124,15 @@ docs: install ## build the documentation site into site/ without warnings; run i
 docs-serve: install ## serve the documentation on port 8000, and build it again when a page changes
 	$(MKDOCS) serve
 
-gpu-test: ## run the unit tests on CUDA: one rank over NCCL, several over gloo; skipped without a device (GPU_PYTHON=python3)
-	FSDP_TEST_DEVICE=cuda PYTHONPATH=$(CURDIR) $(GPU_PYTHON) -m pytest $(PYTEST_FLAGS) tests/unit_tests
+gpu-test: ## run the unit tests on CUDA, 9 minutes of them at a time: one rank over NCCL, several over gloo (GPU_PYTHON=python3)
+	FSDP_TEST_DEVICE=$(GPU_TEST_DEVICE) PYTHONPATH=$(CURDIR) $(GPU_PYTHON) -m pytest -p tests.gpu.resume --finished gpu_checks/tests.finished \
+		--session-timeout 500 -n 8 -m "not slow" $(PYTEST_FLAGS) $(GPU_TESTS)
 
-gpu-checks: ## run the scripts of tests/gpu: one verdict each, and details in gpu_checks/ (GPU_CHECKS_FLAGS="--only memory")
+gpu-checks: ## run the scripts of tests/gpu, 9 minutes at a time: a verdict each, details in gpu_checks/ (GPU_CHECKS_FLAGS="--only memory")
 	PYTHONPATH=$(CURDIR) $(GPU_PYTHON) -m tests.gpu --out gpu_checks $(GPU_CHECKS_FLAGS)
 
-gpu-bench: ## benchmark step time, memory and kernels on a GPU; skipped without a device (BENCH_FLAGS="--quick")
-	PYTHONPATH=$(CURDIR) $(GPU_PYTHON) -W ignore -m benchmarks --only gpu $(BENCH_FLAGS)
+gpu-bench: ## compare step time, memory and kernels on a GPU with FSDP2 and the original, in 8 minutes (BENCH_FLAGS="--full")
+	PYTHONPATH=$(CURDIR) $(GPU_PYTHON) -W ignore -m benchmarks --only gpu --add $(BENCH_FLAGS)
 
 cluster-test: install ## stop, kill and cut off jobs on a Slurm cluster of two nodes here, as root (INSTALL=1 installs Slurm; CLUSTER_FLAGS="--only requeue")
 	$(PYTHON) -m tests.cluster $(if $(INSTALL),--install) $(CLUSTER_FLAGS)

@@ -43,6 +43,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--peers", default="", help="measure only these peers, separated by commas")
     parser.add_argument("--results", type=Path, default=results.FOLDER, help="folder for the results")
     parser.add_argument("--add", action="store_true", help="keep earlier cases that this run does not measure")
+    parser.add_argument("--full", action="store_true", help="gpu: all peers in all settings, one case after another")
     parser.add_argument("--where", default="", help="measure only these cases of step and network: ranks=2,tokens=256")
     options = parser.parse_args(arguments)
     options.where = dict(tag.split("=", 1) for tag in filter(None, options.where.split(",")))
@@ -94,7 +95,10 @@ def main(arguments: list[str] | None = None) -> int:
     for name in command.only:
         report = lambda text, name=name: tables.show_progress(f"{name}: {text}")  # noqa: E731 - closes over the name
         try:
-            options = Options(command.quick, command.rounds, only, report, command.where)
+            found = command.results / f"{name}.json"
+            saved = Result.load(found).cases if command.add and found.exists() else []
+            earlier = tuple(case.tags for case in saved)
+            options = Options(command.quick, command.rounds, only, report, command.where, command.full, earlier)
             measured[name] = run_one(name, options, command.results, command.add)
         except LossesDisagree as disagreement:
             print(f"{name}: losses disagree: {disagreement}")

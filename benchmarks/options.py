@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from benchmarks.peers import PEERS
 
@@ -23,6 +24,8 @@ class Options:
         only_peers: Peers to measure; empty: all.
         report: Called with a line about the progress.
         where: Tags of the cases to measure, as text: ``{"ranks": "2"}``.
+        full: Whether ``gpu`` measures all peers in all settings, one case per run.
+        earlier: Tags of the cases that an earlier run has measured.
     """
 
     quick: bool = False
@@ -30,6 +33,8 @@ class Options:
     only_peers: tuple[str, ...] = ()
     report: Callable[[str], None] = lambda text: None
     where: dict[str, str] = field(default_factory=dict)
+    full: bool = False
+    earlier: tuple[dict[str, Any], ...] = ()
 
     def wants(self, **tags: object) -> bool:
         """Whether to measure a case with these tags."""

@@ -85,9 +85,16 @@ def for_cuda(source: str, name: str) -> str:
     return source
 
 
+# Why pip failed, if it did. On a machine without a registry, that takes a while, and another try would not help.
+_failure: list[str] = []
+
+
 def _install(folder: Path) -> None:
+    if _failure:
+        raise NoOriginal(_failure[0])
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
     command += ["--require-hashes", "--target", str(folder), "--requirement", str(PIN)]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
-        raise NoOriginal(f"pip could not install {PIN.name}: {result.stderr.strip()[-500:]}")
+        _failure.append(f"pip could not install {PIN.name}: {result.stderr.strip()[-500:]}")
+        raise NoOriginal(_failure[0])

@@ -15,8 +15,13 @@ from benchmarks.probes.heap import Heap
 def build(job: dict[str, Any], how: str) -> dict[str, float]:
     """Shard a model that was built on the meta device. ``how`` is a key of ``WAYS``."""
     described = Job.from_json(job)
-    with torch.device("meta"):
-        model = Transformer(described.shape)
+    if how.startswith("deferred"):
+        from megatron_fsdp import deferred_init
+
+        model = deferred_init(Transformer, described.shape)
+    else:
+        with torch.device("meta"):
+            model = Transformer(described.shape)
     parameters = sum(p.numel() for p in model.parameters())
     gc.collect()
     heap = Heap()
@@ -35,10 +40,16 @@ def build(job: dict[str, Any], how: str) -> dict[str, float]:
     }
 
 
-def _ours(job: Job, model: nn.Module) -> nn.Module:
+def _ours(job: Job, model: nn.Module, init_per_shard: bool = False) -> nn.Module:
     from megatron_fsdp import fully_shard_model
 
-    return fully_shard_model(model, fsdp_unit_modules=[Block], init_model_with_meta_device=True)
+    return fully_shard_model(
+        model, fsdp_unit_modules=[Block], init_model_with_meta_device=True, init_per_shard=init_per_shard
+    )
+
+
+def _ours_per_shard(job: Job, model: nn.Module) -> nn.Module:
+    return _ours(job, model, init_per_shard=True)
 
 
 def _original(job: Job, model: nn.Module) -> nn.Module:
@@ -74,4 +85,11 @@ def _fsdp2(job: Job, model: nn.Module) -> nn.Module:
     return model
 
 
-WAYS = {"ours-3": _ours, "original-3": _original, "fsdp2": _fsdp2}
+WAYS = {
+    "ours-3": _ours,
+    "ours-3 per shard": _ours_per_shard,
+    "deferred": _ours,
+    "deferred per shard": _ours_per_shard,
+    "original-3": _original,
+    "fsdp2": _fsdp2,
+}

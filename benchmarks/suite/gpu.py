@@ -3,8 +3,13 @@
 With world size 1, collectives run over NCCL. On the fake process group, one process represents one of 8 or 64 ranks,
 and communication takes no time. Only one peer uses the device at a time, because of its memory; turns are interleaved
 nevertheless.
+
+By default a run compares ZeRO-3 with FSDP2 and the original in 8 minutes. With --full, all peers are measured in all
+settings: each run measures one case, in 8 minutes as well, and the next run with --add measures the next one.
 """
 
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +32,8 @@ TINY = {"tiny": Shape(width=256, depth=2, heads=8, vocabulary=512, llama_hidden=
 TOKENS = 4096
 STEPS = 5
 ROUNDS = 5
+SECONDS = 8 * 60.0
+COMPARED = ("fsdp2", "original-3", "ours-3")
 NAMES = (
     "alone",
     "ddp",
@@ -50,29 +57,50 @@ class Setting:
 SETTINGS = (Setting(1, False), Setting(8, True), Setting(64, True))
 
 
-def run(options: Options) -> list[Case]:
-    """Measure every model in every setting.
+def run(options: Options) -> Iterator[Case]:
+    """Measure models for up to :data:`SECONDS`.
 
     Raises:
         Skipped: There is no CUDA device.
     """
     if not torch.cuda.is_available():
         raise Skipped("needs a CUDA device: there is none")
-    cases = []
-    for title, shape in (TINY if options.quick else MODELS).items():
-        for setting in SETTINGS:
-            names = [n for n in options.peers(NAMES) if not (setting.fake and n == "ddp")]
+    wanted = list(_cases(options))
+    if options.full:
+        left = [each for each in wanted if each[0].tags not in options.earlier]
+        print(f"{len(left)} of {len(wanted)} cases are left; this run measures one", flush=True)
+        wanted = left[:1]
+    end = time.monotonic() + SECONDS
+    for number, (case, jobs) in enumerate(wanted):
+        now = time.monotonic()
+        _measure(case, jobs, options, now + (end - now) / (len(wanted) - number))
+        yield case
+
+
+def _cases(options: Options) -> Iterator[tuple[Case, list[Job]]]:
+    models = TINY if options.quick else MODELS
+    # In short, one rank over NCCL, and one of 8 of the larger model.
+    brief = dict(zip(models, SETTINGS, strict=False))
+    for title, shape in models.items():
+        for setting in SETTINGS if options.full else (brief[title],):
+            names = options.peers(NAMES if options.full or options.only_peers else COMPARED)
             group = "fake" if setting.fake else "nccl"
             case = Case({"model": title, "ranks": setting.ranks, "group": group, "dtype": "bf16", "tokens": TOKENS})
-            jobs = [Job(n, setting.ranks, "bf16", shape, fake=setting.fake, device="cuda") for n in names]
-            _measure(case, jobs, options)
-            cases.append(case)
-    return cases
+            jobs = [
+                Job(name, setting.ranks, "bf16", shape, fake=setting.fake, device="cuda")
+                for name in names
+                if not (setting.fake and name == "ddp")
+            ]
+            yield case, jobs
 
 
-def _measure(case: Case, jobs: list[Job], options: Options) -> None:
-    rounds = Rounds()
+def _measure(case: Case, jobs: list[Job], options: Options, end: float) -> None:
+    """Measure a case in rounds, and begin none that might end too late."""
+    rounds, longest = Rounds(), 0.0
     for number in range(options.number_of_rounds(ROUNDS)):
+        start = time.monotonic()
+        if start + longest > end:
+            break
         samples = {}
         for job in jobs if number % 2 == 0 else jobs[::-1]:
             if job.peer in rounds.crashed:
@@ -88,5 +116,6 @@ def _measure(case: Case, jobs: list[Job], options: Options) -> None:
             finally:
                 ranks.close()
         rounds.kept.append(samples)
+        longest = max(longest, time.monotonic() - start)
     rounds.kept = [{p: s for p, s in sample.items() if p not in rounds.crashed} for sample in rounds.kept]
     case.put_rounds(rounds)

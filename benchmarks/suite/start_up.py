@@ -10,7 +10,7 @@ from benchmarks.workers import Ranks, WorkerFailure
 
 RANKS = 64
 LARGE = Shape(width=2560, depth=25, heads=20, vocabulary=4096)
-NAMES = ("fsdp2", "original-3", "ours-3")
+NAMES = ("fsdp2", "original-3", "ours-3", "ours-3 per shard", "deferred", "deferred per shard")
 
 
 def run(options: Options) -> list[Case]:

@@ -77,6 +77,9 @@ class FSDPConfig:
         init_model_with_meta_device: Accept parameters on the meta device and initialize them unit by unit: as recorded
             by :func:`megatron_fsdp.deferred_init`, or by their modules' ``reset_parameters`` or ``_reset_parameters``.
             At most one full unit is in memory at a time.
+        init_per_shard: With ``init_model_with_meta_device``, draw random numbers for this rank's shards only, as FSDP2
+            does: at once on many ranks. The values then depend on the number of ranks. Tensors that are not initialized
+            element by element, such as orthogonal ones, are still computed in full.
         overlap_grad_reduce: Reduce a unit's gradients while backward continues. If False, backward waits for each
             reduction; gradients that are not sharded are then reduced together after the last micro-batch. That saves
             the gradients of one unit.
@@ -162,6 +165,7 @@ class FSDPConfig:
     outer_dp_sharding_strategy: str | int = 0
     mixed_precision_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     init_model_with_meta_device: bool = False
+    init_per_shard: bool = False
     overlap_grad_reduce: bool = True
     overlap_param_gather: bool = True
     sync_model_each_microbatch: bool = True
@@ -233,10 +237,15 @@ class FSDPConfig:
                 raise ValueError(f"{name}: it needs a host-device sync, which a CUDA graph (cuda_graph_mode) cannot.")
         if not 0 <= self.offload_fraction <= 1:
             raise ValueError(f"offload_fraction: expected a number from 0 to 1; got {self.offload_fraction}.")
-        if self.sync_module_states and self.init_model_with_meta_device:
-            raise ValueError("sync_module_states=True takes values, and init_model_with_meta_device makes new ones.")
+        self._check_initialization()
         self._check_resharding()
         self._check_devices()
+
+    def _check_initialization(self) -> None:
+        if self.sync_module_states and self.init_model_with_meta_device:
+            raise ValueError("sync_module_states=True takes values, and init_model_with_meta_device makes new ones.")
+        if self.init_per_shard and not self.init_model_with_meta_device:
+            raise ValueError("init_per_shard: expected init_model_with_meta_device=True; other models have values.")
 
     def _check_resharding(self) -> None:
         number = self.reshard_after_forward

@@ -1,11 +1,15 @@
 """Runs the checks one after the other, each in a process of its own with a time limit.
 
-python -m tests.gpu --out FOLDER [--only memory,waits] [--device cpu --dry-run]
+python -m tests.gpu --out FOLDER [--only memory,waits] [--minutes 9] [--again] [--device cpu --dry-run]
+
+A run goes on where the last one with this folder stopped: it leaves out what has passed or was skipped, and begins no
+check that might end after --minutes.
 """
 
 import argparse
 import contextlib
 import importlib
+import json
 import os
 import signal
 import subprocess
@@ -18,6 +22,7 @@ from pathlib import Path
 from tests.gpu.verdict import Setup, Skipped, Verdict
 
 ROOT = Path(__file__).resolve().parents[2]
+DRY = "the CPU, as a dry run"
 
 
 @dataclass(frozen=True)
@@ -37,15 +42,15 @@ class Check:
 
 # Ranks that share a device reach each other through the loopback interface.
 LOOPBACK = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
-# Together they take 25 minutes at most.
+# The most valuable first. Together they take 25 minutes at most.
 CHECKS = {
     "unit": Check("unit_tests:of_cuda", 180),
+    "sanitizer": Check("one_rank:sanitizer", 120, {"TORCH_CUDA_SANITIZER": "1"}),
+    "waits": Check("one_rank:host_waits", 60),
+    "memory": Check("one_rank:memory", 60),
+    "megatron": Check("megatron_loop:compare", 420),
     "gloo": Check("several_ranks:over_gloo", 120),
     "probe": Check("several_ranks:probe_nccl", 60, LOOPBACK),
-    "sanitizer": Check("one_rank:sanitizer", 120, {"TORCH_CUDA_SANITIZER": "1"}),
-    "memory": Check("one_rank:memory", 60),
-    "waits": Check("one_rank:host_waits", 60),
-    "megatron": Check("megatron_loop:compare", 420),
     "parity": Check("unit_tests:all_of_them", 360),
     "nccl": Check("several_ranks:over_nccl", 120, LOOPBACK),
 }
@@ -61,6 +66,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", default=",".join(CHECKS), help=f"checks, separated by commas: {names}")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--dry-run", action="store_true", help="small sizes, only to run the checks' own code")
+    parser.add_argument("--minutes", type=float, default=9.0, help="begin no check that might end later (default: 9)")
+    parser.add_argument("--again", action="store_true", help="also run what has passed or was skipped")
     parser.add_argument("--here", action="store_true", help="run one check in this process")
     options = parser.parse_args(arguments)
     options.only = options.only.split(",")
@@ -73,19 +80,38 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run the checks. Returns 1 if one failed."""
+    """Run the checks. Returns 1 if one failed, else 3 if some are left for the next run, else 0."""
     options.out = options.out.resolve()
     options.out.mkdir(parents=True, exist_ok=True)
     if options.here:
         run_here(options.only[0], options)
         return 0
-    failed = 0
+    failed, left = 0, []
+    end = time.monotonic() + 60 * options.minutes
     for name in options.only:
         start = time.monotonic()
+        if not options.again and (earlier := passed_before(name, options)) is not None:
+            print(f"{name}: {earlier.outcome} in an earlier run: {earlier.line}", flush=True)
+            continue
+        if start + CHECKS[name].seconds > end:
+            left.append(name)
+            continue
         verdict = run_apart(name, options)
         print(f"{name}: {verdict.outcome}: {verdict.line} ({time.monotonic() - start:.0f} s)", flush=True)
         failed |= verdict.outcome == "failed"
-    return int(failed)
+    if left:
+        print(f"not run yet: {', '.join(left)}. Run the command again to go on.", flush=True)
+    return 1 if failed else 3 if left else 0
+
+
+def passed_before(name: str, options: argparse.Namespace) -> Verdict | None:
+    """The verdict of an earlier run on the same kind of device; None if there is none, or the check failed."""
+    try:
+        verdict = Verdict.load(file := options.out / f"{name}.json")
+        on_cpu = json.loads(file.read_text()).get("device") == DRY
+    except (OSError, ValueError, KeyError):
+        return None
+    return verdict if verdict.outcome != "failed" and on_cpu == (options.device == "cpu") else None
 
 
 def run_apart(name: str, options: argparse.Namespace) -> Verdict:
@@ -127,7 +153,7 @@ def run_here(name: str, options: argparse.Namespace) -> None:
     # Imported late: torch reads the environment, and the process that starts the checks needs neither.
     import torch
 
-    device = "the CPU, as a dry run"
+    device = DRY
     try:
         if setup.on_cuda:
             if not torch.cuda.is_available():

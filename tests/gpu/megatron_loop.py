@@ -17,6 +17,8 @@ WARM_UP = 4
 # Largest relative difference of losses. bf16 has 8 bits, and kernels add in other orders.
 TOLERANCE = 0.02
 TOLERANCE_OF_FP8 = 0.05
+# Of the peak in bf16: what FP8 may take. Copies of all weights would take much more.
+MEMORY_OF_FP8 = 1.1
 TIME = re.compile(r"iteration\s+(\d+)/.*?elapsed time per iteration \(ms\): ([\d.]+)")
 PEAK = re.compile(r"max allocated: ([\d.]+)")
 
@@ -24,6 +26,9 @@ DDP = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-
 OURS = """--use-megatron-fsdp --ckpt-format fsdp_dtensor --overlap-grad-reduce --overlap-param-gather
     --data-parallel-sharding-strategy optim_grads_params""".split()
 UNFUSED = ["--no-gradient-accumulation-fusion"]
+# Needed where neither Transformer Engine nor Apex is installed.
+WITHOUT_ENGINE = ["--no-persist-layer-norm", "--no-masked-softmax-fusion"]
+SAVED, RESUMED = "ours, saved", "ours, resumed"
 PRECISION_AWARE = ["--use-precision-aware-optimizer", "--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16"]
 # By name: the flags, and whether they need Transformer Engine. Losses are compared with those of the first.
 RUNS: dict[str, tuple[list[str], bool]] = {
@@ -36,6 +41,9 @@ RUNS: dict[str, tuple[list[str], bool]] = {
         f"ours, fp8 {recipe}": ([*OURS, *UNFUSED, "--fp8-format", "hybrid", "--fp8-recipe", recipe], True)
         for recipe in ("delayed", "tensorwise", "blockwise")
     },
+    # The second begins in the middle of the first, with its weights and its optimizer's state.
+    SAVED: ([*OURS, *UNFUSED], False),
+    RESUMED: ([*OURS, *UNFUSED], False),
 }
 
 
@@ -58,7 +66,8 @@ def compare(setup: Setup) -> Verdict:
             elif time.monotonic() > end - 30:
                 figures[name] = {"not run": "no time was left"}
             else:
-                figures[name] = _run([*base, *flags], end - time.monotonic())
+                more = _checkpoint(setup, Path(folder), name) if name in (SAVED, RESUMED) else ["--no-save-optim"]
+                figures[name] = _run([*base, *flags, *more], end - time.monotonic())
                 print(name, figures[name], flush=True)
     return summary(figures)
 
@@ -72,15 +81,33 @@ def summary(figures: dict[str, Any]) -> Verdict:
     for name, found in figures.items():
         tolerance = TOLERANCE_OF_FP8 if "fp8" in name else TOLERANCE
         losses = found.get("losses", expected)
+        if name == RESUMED and losses:
+            losses = [*expected[: len(expected) - len(losses)], *losses]
         if len(losses) != len(expected):
             problems.append(f"{name}: {len(losses)} iterations; DDP has {len(expected)}")
         for number, (loss, other) in enumerate(zip(losses, expected, strict=False)):
             if not math.isclose(loss, other, rel_tol=tolerance):
                 problems.append(f"{name}: the loss of iteration {number + 1} is {loss}; DDP's is {other}")
                 break
+        peak, of_bf16 = found.get("peak_mb", math.nan), figures.get("ours", {}).get("peak_mb", math.nan)
+        if "fp8" in name and peak > MEMORY_OF_FP8 * of_bf16:
+            problems.append(f"{name}: the peak is {peak:.1f} MB; in bf16 it is {of_bf16:.1f} MB")
     ran = [name for name, found in figures.items() if "losses" in found]
     times = ", ".join(f"{name} {figures[name]['milliseconds']:.0f} ms" for name in ran)
     return judge(problems, f"{len(ran)} of {len(figures)} runs have DDP's losses ({times})", figures)
+
+
+def _iterations(setup: Setup) -> int:
+    return WARM_UP + 2 if setup.dry_run else ITERATIONS
+
+
+def _checkpoint(setup: Setup, folder: Path, name: str) -> list[str]:
+    half, where = _iterations(setup) // 2, folder / "checkpoint"
+    if name == RESUMED:
+        where.mkdir(exist_ok=True)
+        (where / "latest_checkpointed_iteration.txt").write_text(str(half))
+        return ["--load", str(where)]
+    return ["--save", str(where), "--save-interval", str(half)]
 
 
 def _run(arguments: list[str], seconds: float) -> dict[str, Any]:
@@ -102,13 +129,14 @@ def _arguments(setup: Setup, folder: Path, has_engine: bool) -> list[str]:
     from scripts.parity import write_corpus
 
     width, layers, length = (64, 2, 64) if setup.dry_run else (1024, 8, 1024)
-    iterations = WARM_UP + 2 if setup.dry_run else ITERATIONS
+    iterations = _iterations(setup)
     return f"""
         --num-layers {layers} --hidden-size {width} --ffn-hidden-size {4 * width} --num-attention-heads 8 --bf16
         --seq-length {length} --max-position-embeddings {length} --make-vocab-size-divisible-by 16
         --micro-batch-size 1 --global-batch-size 2 --train-iters {iterations} --lr 1e-4 --lr-decay-style constant
         --clip-grad 1.0 --weight-decay 0.1 --seed 1234 --log-interval 1 --eval-iters 1 --eval-interval 1000
         --split 90,10,0 --tokenizer-type NullTokenizer --vocab-size 255 --data-path {write_corpus(folder)}
-        --no-save-optim --attention-dropout 0 --hidden-dropout 0 --log-memory-interval 1
+        --attention-dropout 0 --hidden-dropout 0 --log-memory-interval 1
         --transformer-impl {"transformer_engine" if has_engine else "local"}
+        {" ".join(WITHOUT_ENGINE) if missing(("apex",)) and not has_engine else ""}
     """.split()

@@ -21,16 +21,16 @@ OPTIONAL = {"state/export.py": {"safetensors"}, "quantized/torchao.py": {"torcha
 
 # The most lines of code of each package, without blank lines, comments, docstrings and sub-packages that have a row.
 BUDGETS = {
-    "megatron/fsdp": 400,
+    "megatron/fsdp": 410,
     "megatron/fsdp/api": 600,
-    "megatron/fsdp/buffers": 1_480,
-    "megatron/fsdp/checkpoint": 2_280,
+    "megatron/fsdp/buffers": 1_500,
+    "megatron/fsdp/checkpoint": 2_320,
     "megatron/fsdp/comm": 1_000,
     "megatron/fsdp/convert": 3_960,
     "megatron/fsdp/dtensor": 1_010,
     "megatron/fsdp/fsdp2": 650,
     "megatron/fsdp/helpers": 340,
-    "megatron/fsdp/init": 310,
+    "megatron/fsdp/init": 385,
     "megatron/fsdp/integrations": 520,
     "megatron/fsdp/mcore": 2_510,
     "megatron/fsdp/mcore/cpu": 730,
@@ -38,12 +38,12 @@ BUDGETS = {
     "megatron/fsdp/optim": 870,
     "megatron/fsdp/quantized": 305,
     "megatron/fsdp/quantized/reference": 390,
-    "megatron/fsdp/runtime": 2_330,
+    "megatron/fsdp/runtime": 2_340,
     "megatron/fsdp/sharding": 710,
     "megatron/fsdp/state": 540,
     "megatron/fsdp/tools": 3_280,
     "megatron_fsdp": 150,
-    "tests": 36_800,
+    "tests": 37_100,
 }
 
 # Phrases, as regular expressions, and the word that people of this field search for.

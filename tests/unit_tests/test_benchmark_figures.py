@@ -1,11 +1,19 @@
 """Arithmetic of the benchmark suite: medians, ratios, slopes, hidden communication, idle gaps."""
 
-import pytest
+import subprocess
+from pathlib import Path
+from typing import Any
 
+import pytest
+import torch
+
+from benchmarks import original_package
 from benchmarks.figures import Slope, Summary, ratio
+from benchmarks.job import Job
+from benchmarks.options import Options
 from benchmarks.probes.gpu import idle_share
 from benchmarks.rounds import Rounds
-from benchmarks.suite import growth, host_time, slow_network
+from benchmarks.suite import gpu, growth, host_time, slow_network
 from benchmarks.suite.real_loop import times
 
 
@@ -83,3 +91,54 @@ def test_idle_share() -> None:
 def test_times_of_the_loop() -> None:
     line = "[2026] iteration {:8d}/ 20 | consumed samples: 2 | elapsed time per iteration (ms): {:.1f} | lr: 1 |\n"
     assert times("".join(line.format(number, 10.0 * number) for number in range(1, 7))) == [50.0, 60.0]
+
+
+class _NoRanks:
+    """Ranks that take a minute for a turn, by a clock that only they advance."""
+
+    now = 0.0
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+
+    def launch(self) -> None:
+        pass
+
+    def call(self, name: str, **unused: Any) -> list[dict[str, float]]:
+        type(self).now += 30.0
+        turn = dict.fromkeys(("forward", "backward", "optimizer", "step"), [1.0])
+        return [turn if name.endswith("turn") else {"idle": 0.5}]
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_run_on_a_gpu_takes_eight_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu, "Ranks", _NoRanks)
+    monkeypatch.setattr(gpu.time, "monotonic", lambda: _NoRanks.now)
+    cases = list(gpu.run(Options()))
+    assert [(case.tags["model"], case.tags["ranks"]) for case in cases] == [("1 B", 1), ("8 B, 4 layers", 8)]
+    assert all(case.figures.keys() == {"fsdp2", "original-3", "ours-3"} for case in cases)
+    assert 0 < _NoRanks.now <= gpu.SECONDS
+    done: list[dict[str, Any]] = []
+    for _ in range(6):
+        (case,) = gpu.run(Options(full=True, earlier=tuple(done)))
+        assert case.tags not in done
+        done.append(case.tags)
+    assert list(gpu.run(Options(full=True, earlier=tuple(done)))) == []
+
+
+def test_pip_is_tried_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tries = []
+
+    def fails(command: list[str], **unused: Any) -> subprocess.CompletedProcess:
+        tries.append(command)
+        return subprocess.CompletedProcess(command, 1, "", "no registry")
+
+    monkeypatch.setattr(subprocess, "run", fails)
+    monkeypatch.setattr(original_package, "_failure", [])
+    for _ in range(3):
+        with pytest.raises(original_package.NoOriginal, match="no registry"):
+            original_package._install(tmp_path)
+    assert len(tries) == 1

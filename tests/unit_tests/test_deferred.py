@@ -5,9 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from megatron.fsdp import deferred_init
+from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.init.deferred import recipes
 from megatron_fsdp import MegatronFSDP, fully_shard_model
 from tests.models import STRATEGIES, assert_same_weights, device, main_weights
@@ -233,3 +236,72 @@ def _transformer() -> None:
 def test_model_of_transformers(ranks: RankPool) -> None:
     pytest.importorskip("transformers")
     ranks.run(2, _transformer)
+
+
+# Each rank draws its shards ----------------------------------------------------------------------------------------
+
+
+class _Ways(nn.Module):
+    """Parameters that are initialized in different ways, at sizes that show a distribution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.table = nn.Linear(60, 50), nn.LayerNorm(50), nn.Embedding(70, 50, padding_idx=3)
+        self.attention = nn.MultiheadAttention(50, 5)
+        self.normal = Filled(lambda: nn.init.trunc_normal_(torch.empty(50, 40), std=0.02).mul_(10))
+        self.drawn = Filled(lambda: torch.rand(60, 50))
+        self.orthogonal = Filled(lambda: nn.init.orthogonal_(torch.empty(40, 40)))
+
+
+def _draws_shards(strategy: str, recorded: bool) -> None:
+    dist_sizes: dict[str, Any] = {
+        "device_mesh": init_device_mesh(device().type, (2, 2), mesh_dim_names=("outer", "inner"))
+    }
+    dist_sizes |= {"dp_shard_dim": "inner", "dp_outer_dim": "outer"}
+    torch.manual_seed(SEED)
+    if recorded:
+        model: nn.Module = deferred_init(_Ways)
+    else:
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(60, 50), nn.LayerNorm(50), nn.Embedding(70, 50, padding_idx=3))
+    torch.manual_seed(SEED)
+    settings = {"init_model_with_meta_device": True, "init_per_shard": True, "zero_dp_strategy": strategy, **dist_sizes}
+    sharded = fully_shard_model(model, fsdp_unit_modules=[nn.Linear], device=device(), **settings)
+    state = torch.rand(3)
+    assert all(torch.equal(state, other) for other in _of_all_ranks(state)), "random states differ after sharding"
+    for name, value in main_weights(sharded).items():
+        assert all(torch.equal(value, other) for other in _of_all_ranks(value)), f"replicas of {name} differ"
+        found = value.float()
+        if name.endswith("linear.weight") or name == "0.weight":
+            # Uniform in 1 / sqrt(60), as drawn for the full tensor. No two shards have equal numbers.
+            assert found.abs().max() <= 60**-0.5 and abs(found.std() / (60**-0.5 / 3**0.5) - 1) < 0.05
+            assert found.unique().numel() > 0.99 * found.numel()
+        elif name.endswith("norm.weight") or name == "1.weight":
+            assert torch.equal(found, torch.ones_like(found))
+        elif name.endswith("table.weight") or name == "2.weight":
+            assert not found[3].any() and abs(found.std() - 1) < 0.05
+        elif "normal" in name:
+            assert abs(found.std() - 0.2) < 0.01 and found.unique().numel() > 0.99 * found.numel()
+        elif "drawn" in name:
+            assert abs(found.mean() - 0.5) < 0.02 and found.min() >= 0
+        elif "orthogonal" in name:
+            torch.testing.assert_close(found @ found.T, torch.eye(40), rtol=0, atol=1e-4)
+        elif name.endswith("bias") and "attention" in name:
+            assert not found.any()
+
+
+def _of_all_ranks(value: torch.Tensor) -> list[torch.Tensor]:
+    found = [torch.empty_like(value) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, value.contiguous())
+    return found
+
+
+@pytest.mark.parametrize("recorded", [True, False], ids=["deferred", "reset methods"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_ranks_draw_their_shards(ranks: RankPool, strategy: str, recorded: bool) -> None:
+    ranks.run(4, _draws_shards, strategy, recorded)
+
+
+def test_shards_are_drawn_for_models_without_values_only() -> None:
+    with pytest.raises(ValueError, match="init_per_shard: expected init_model_with_meta_device=True"):
+        FSDPConfig(init_per_shard=True)

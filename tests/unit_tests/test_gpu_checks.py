@@ -3,6 +3,8 @@
 import argparse
 import importlib
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from tests.gpu import __main__ as driver
 from tests.gpu.megatron_loop import RUNS, summary
 from tests.gpu.unit_tests import read_report
 from tests.gpu.verdict import Setup, Verdict, judge
-from tests.ranks import DEVICE
+from tests.ranks import DEVICE, ROOT
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="a dry run")
 QUICK = ["waits"]
@@ -107,7 +109,63 @@ def test_losses_of_megatron_are_compared() -> None:
     assert summary({**same, "ours": _run(5.0, float("nan"))}).outcome == "failed"
     assert summary({**same, "ours, fp8 delayed": _run(5.0, 4.15)}).outcome == "passed"
     assert summary({**same, "the original": {"error": "out of memory"}}).line == "the original: out of memory"
-    assert summary({**same, "ours": {"not run": "no time was left"}}).line.startswith("7 of 8 runs")
+    assert summary({**same, "ours": {"not run": "no time was left"}}).line.startswith("9 of 10 runs")
+    assert summary({**same, "ours, resumed": _run(4.0)}).outcome == "passed", "it begins in the middle"
+    late = "ours, resumed: the loss of iteration 2 is 4.2; DDP's is 4.0"
+    assert summary({**same, "ours, resumed": _run(4.2)}).line == late
     # Without DDP's losses nothing has been compared.
     assert summary({**same, "DDP": {"not run": "no time was left"}}).outcome == "failed"
     assert summary({**same, "ours": _run(5.0)}).outcome == "failed"
+    much = summary({**same, "ours, fp8 delayed": {**_run(5.0, 4.0), "peak_mb": 2.5}})
+    assert much.line == "ours, fp8 delayed: the peak is 2.5 MB; in bf16 it is 2.0 MB"
+
+
+def test_checks_go_on_where_the_last_run_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Verdict("passed", "fine").save(tmp_path / "waits.json", device=driver.DRY)
+    Verdict("skipped", "no NCCL").save(tmp_path / "nccl.json", device=driver.DRY)
+    Verdict("failed", "wrong").save(tmp_path / "memory.json", device=driver.DRY)
+    Verdict("passed", "on a GPU").save(tmp_path / "gloo.json", device="NVIDIA H100")
+    options = _options(tmp_path, "waits", "nccl", "memory", "gloo")
+    options.minutes = 0.5
+    assert driver.main(options) == 3
+    assert capsys.readouterr().out.splitlines() == [
+        "waits: passed in an earlier run: fine",
+        "nccl: skipped in an earlier run: no NCCL",
+        "not run yet: memory, gloo. Run the command again to go on.",
+    ]
+    options.again = True
+    assert driver.main(options) == 3 and "not run yet: waits, nccl, memory, gloo" in capsys.readouterr().out
+
+
+TESTS = """
+import time, pytest
+
+@pytest.mark.parametrize("number", range(4))
+def test_short(number):
+    time.sleep(0.6)
+
+def test_wrong():
+    assert False
+
+def test_left_out():
+    pytest.skip()
+"""
+
+
+def test_long_suites_run_in_parts(tmp_path: Path) -> None:
+    (tmp_path / "test_these.py").write_text(TESTS)
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    command = [sys.executable, "-m", "pytest", "-p", "tests.gpu.resume", "--finished", "out/tests.finished", "-n", "1"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+
+    def part(seconds: float) -> str:
+        again = [*command, "--session-timeout", str(seconds), "-p", "no:cacheprovider"]
+        found = subprocess.run(again, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert "Run the command again to go on" in found.stdout, found.stdout + found.stderr
+        return found.stdout
+
+    assert "4 passed" not in part(1.0)
+    done = (tmp_path / "out/tests.new").read_text().splitlines()
+    assert 1 <= len(done) < 4
+    assert f"1 failed, {4 - len(done)} passed, 1 skipped" in part(100.0)
+    assert "1 failed in" in part(100.0), "what has failed runs again, and nothing else"

@@ -75,6 +75,7 @@ def fully_shard_model(
     replicated_params: Collection[nn.Parameter] = (),
     reshard_after_forward: int | None = None,
     synchronous: bool = False,
+    init_per_shard: bool = False,
     interleaves_micro_batches: bool = False,
 ) -> MegatronFSDP:
     """Shard a model's parameters, gradients and optimizer state over the data-parallel ranks.
@@ -201,6 +202,9 @@ def fully_shard_model(
             ``fsdp_double_buffer``, ``nccl_ub`` and ``cuda_graph_mode`` at once. Compute then waits for every
             collective, and no buffer is used twice. If the result stays wrong, look at the model first. So does the
             environment variable ``MEGATRON_FSDP_SYNCHRONOUS=1``.
+        init_per_shard: With ``init_model_with_meta_device``, draw random numbers for this rank's shards only, as FSDP2
+            does: at once on many ranks. The values then depend on the number of ranks. Tensors that are not initialized
+            element by element, such as orthogonal ones, are still computed in full.
         interleaves_micro_batches: The caller runs the forward of one micro-batch during the backward of another, as
             ``overlap_moe_expert_parallel_comm`` of Megatron does: ``fsdp_double_buffer`` then has twice as many
             buffers, because the two passes use units in opposite orders.

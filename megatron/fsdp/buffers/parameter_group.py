@@ -52,6 +52,7 @@ class ParameterGroup:
         storage: How quantized compute weights are stored; None for others.
         initialized: Whether the parameters have values; those on the meta device have none until
             :meth:`initialize_main`.
+        draws_shards: Whether each rank initializes its shards of main weights, and no rank the full parameters.
         used: For each parameter, whether this rank has had a gradient for it since the last synchronization.
         pending: Gradients were collected since then, if only zeros.
     """
@@ -113,6 +114,11 @@ class ParameterGroup:
         after it has initialized them.
         """
         params, storage = self.params, self.storage
+        plain = storage is None and not any(isinstance(param.compute, DTensor) for param in params)
+        self.draws_shards = self._config.init_per_shard and plain and all(param.is_meta for param in params)
+        if self.draws_shards:
+            self.initialized = False
+            return
 
         def value(param: ShardedParameter) -> torch.Tensor:
             return param.local_value if storage is None else storage.initial(param.compute)
@@ -130,15 +136,23 @@ class ParameterGroup:
         if self.initialized:
             self.initialize_main()
 
+    def shards(self) -> list[tuple[torch.Tensor, int]]:
+        """This rank's part of each main weight, flat, and its first element in the flat parameter."""
+        parts = [self._shard_slice(i) for i in range(len(self.params))]
+        return [(self.weights.main[p.shard_offset :][: p.stop - p.start], p.start) for p in parts]
+
     def initialize_main(self) -> None:
-        """Make main weights of the parameters' present values."""
+        """Make main weights of the parameters' present values, or begin with those that were drawn."""
         self.initialized = True
-        self.weights.initialize_main(self._from_first)
+        if self.draws_shards:
+            self.weights.begin()
+        else:
+            self.weights.initialize_main(self._from_first)
         for i, param in enumerate(self.params):
             if self.storage is not None:
                 planes = [plane.buffer.views[i] for plane in self.weights.planes]
                 param.bind(self.storage, planes, self.dtypes.compute)
-            elif param.key.dtype != self.dtypes.compute:
+            elif self.draws_shards or param.key.dtype != self.dtypes.compute:
                 param.point_to(self.weights.compute.views[i])
             param.shard_slice = self._shard_slice(i)
             local = self._local(self.weights.main, param.shard_slice)

@@ -6,7 +6,7 @@ from enum import Enum
 
 import torch
 
-from megatron.fsdp.buffers.flat_buffer import FlatBuffer, slot_view
+from megatron.fsdp.buffers.flat_buffer import FlatBuffer, gap_views, slot_view
 from megatron.fsdp.buffers.pool import Pool
 from megatron.fsdp.buffers.quantizing import QuantizationBatch, SharedBy
 from megatron.fsdp.comm.backends import require_group, runs_ahead
@@ -205,6 +205,9 @@ class WeightBuffer:
         views = self.compute.views
         if dtype == self.compute.flat.dtype:
             self.compute.allocate()
+            absent = [view for view, tensor in zip(views, tensors, strict=True) if tensor is None]
+            if zeros := gap_views(self.compute.flat, self.layout) + absent:
+                torch._foreach_zero_(zeros)
         else:
             self._loaded = torch.zeros(self.layout.numel, dtype=dtype, device=self.compute.flat.device)
             views = [slot_view(self._loaded, self.layout, index) for index in range(len(tensors))]
@@ -229,6 +232,10 @@ class WeightBuffer:
         if self.main_is_apart:
             self.main.copy_(flat[self.owned.main])
         # Ranks may have initialized their parameters differently. The first unshard gets the owners' values.
+        self.begin()
+
+    def begin(self) -> None:
+        """Start with the main weights, which have values. Compute weights are freed if they are temporary."""
         self._set_outdated()
         if self.temporary:
             self._free()

@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -19,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.fsdp.checkpoint.coordination import rank_and_world_size
 from megatron.fsdp.checkpoint.storage import REMOTE
 
 logger = logging.getLogger(__name__)
@@ -31,6 +31,8 @@ FINISHED, STOPPED, FAILED = "finished", "stopped", "failed"
 STOP_FILE = "MEGATRON_FSDP_STOP_FILE"
 # A launcher may pass on a signal that the scheduler has sent to every process as well. A person is slower.
 _SECONDS_BETWEEN = 1.0
+# The pipes of all contexts.
+_pipes: set[int] = set()
 
 
 class StopSignals:
@@ -46,8 +48,9 @@ class StopSignals:
                     break
 
     A launcher that creates the file named by the environment variable ``MEGATRON_FSDP_STOP_FILE`` also stops the run.
-    After Ctrl-C (SIGINT), a second one ends the process at once. On exit, the context leaves the file
-    ``outcome.txt`` in the folder, and puts back the earlier handlers.
+    After Ctrl-C (SIGINT), a second one ends the process at once, or within a second while it waits in a collective.
+    On exit, the context leaves the file ``outcome.txt`` in the folder, and puts back the earlier handlers. Schedulers
+    signal all processes: give a ``DataLoader`` with workers :func:`ignore_stop_signals` as ``worker_init_fn``.
 
     Args:
         folder: Where the checkpoints are. It is created. None: leave no file.
@@ -72,15 +75,22 @@ class StopSignals:
         self._since = 0.0
         # Whether all ranks have agreed to stop.
         self._stopping = False
+        # Where Python writes signals to: a pipe to the watching thread; and before.
+        self._pipe = self._earlier_pipe = -1
 
     def __enter__(self) -> "StopSignals":
-        if self._folder is not None and rank_and_world_size()[0] == 0:
+        if self._folder is not None and _rank() == 0:
             forget_outcome(self._folder)
         try:
             for number in dict.fromkeys(self._signals):
                 self._earlier[number] = signal.signal(number, self._receive)
         except ValueError as error:
             raise RuntimeError("StopSignals: expected the main thread of a process; got another thread.") from error
+        read, self._pipe = os.pipe()
+        _pipes.add(self._pipe)
+        os.set_blocking(self._pipe, False)
+        self._earlier_pipe = signal.set_wakeup_fd(self._pipe, warn_on_full_buffer=False)
+        threading.Thread(target=_watch, args=(read, self._signals), daemon=True).start()
         return self
 
     def __exit__(
@@ -91,7 +101,7 @@ class StopSignals:
             return
         if error is not None and not (isinstance(error, SystemExit) and not error.code):
             leave_outcome(self._folder, FAILED, describe(error))
-        elif rank_and_world_size()[0] == 0:
+        elif _rank() == 0:
             leave_outcome(self._folder, *((STOPPED, self._names()) if self._stopping else (FINISHED,)))
 
     def release(self) -> None:
@@ -99,6 +109,11 @@ class StopSignals:
         while self._earlier:
             number, handler = self._earlier.popitem()
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        if self._pipe >= 0:
+            signal.set_wakeup_fd(self._earlier_pipe)
+            _pipes.discard(self._pipe)
+            os.close(self._pipe)  # ends the thread
+            self._pipe = -1
 
     def stop_requested(self) -> bool:
         """Whether any rank has received a signal. A collective, with the same answer on all ranks.
@@ -116,7 +131,7 @@ class StopSignals:
             flag = bool(agreed.item())
         if flag and not self._stopping:
             self._stopping = True
-            if rank_and_world_size()[0] == 0:
+            if _rank() == 0:
                 logger.warning("%s: stopping after this step.", self._names())
         return flag
 
@@ -127,16 +142,63 @@ class StopSignals:
         now = time.monotonic()
         self._since = self._since or now
         self._received.append(number)
-        # torchrun passes on the first Ctrl-C as SIGINT, and the second one as SIGTERM.
-        if signal.SIGINT in self._received and now - self._since > _SECONDS_BETWEEN:
+        if _is_second(self._received, now - self._since):
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+
+
+def ignore_stop_signals(worker: int = 0) -> None:
+    """Make this process ignore SIGTERM and SIGINT, as ``worker_init_fn`` of a ``DataLoader``.
+
+    The training would otherwise end with an error when its workers do. They end with their loader.
+
+    Args:
+        worker: Number of the worker.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _is_second(received: Sequence[int], seconds: float) -> bool:
+    """Whether Ctrl-C was pressed twice. torchrun passes on the first one as SIGINT, and the second one as SIGTERM."""
+    return signal.SIGINT in received and seconds > _SECONDS_BETWEEN
+
+
+def _watch(pipe: int, awaited: Sequence[int]) -> None:
+    """End the process at a second Ctrl-C while the main thread waits in a collective, where Python runs no handlers."""
+    received: list[int] = []
+    since = 0.0
+    with open(pipe, "rb", buffering=0) as signals:
+        while found := signals.read(1):
+            if found[0] not in awaited:
+                continue
+            received.append(found[0])
+            since = since or time.monotonic()
+            if _is_second(received, time.monotonic() - since):
+                time.sleep(_SECONDS_BETWEEN)  # for the handler, which ends it by the signal
+                os._exit(128 + found[0])
+
+
+def _forget_pipe() -> None:
+    """In a forked process: its signals are not those of the training."""
+    with suppress(ValueError):  # another thread than the main one
+        earlier = signal.set_wakeup_fd(-1)
+        if earlier not in _pipes:
+            signal.set_wakeup_fd(earlier)
+
+
+os.register_at_fork(after_in_child=_forget_pipe)
+
+
+def _rank() -> int:
+    """This process's rank, also before there is a process group."""
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
 
 
 def describe(error: BaseException) -> str:
     """An error in one line, with the rank and its host."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
-    return f"rank {rank_and_world_size()[0]} on {socket.gethostname()}: {text}"
+    return f"rank {_rank()} on {socket.gethostname()}: {text}"
 
 
 def forget_outcome(folder: Path) -> None:
@@ -146,9 +208,15 @@ def forget_outcome(folder: Path) -> None:
 
 def leave_outcome(folder: Path, outcome: str, reason: str = "") -> None:
     """Write how the run ended, unless a rank has written it before: the first error is the cause of the others."""
+    path = folder / OUTCOME
     try:
         os.makedirs(folder, exist_ok=True)
-        with suppress(FileExistsError), open(folder / OUTCOME, "x") as file:
-            file.write(f"{outcome} {reason}".rstrip() + "\n")
+        with suppress(FileExistsError), open(path, "x") as file:
+            try:
+                file.write(f"{outcome} {reason}".rstrip() + "\n")
+                file.flush()
+            except OSError:  # a full disk: an empty file would keep other ranks from writing theirs
+                path.unlink()
+                raise
     except OSError as error:  # must not hide how the run really ended
-        logger.warning("%s: cannot write how the run ended (%s): %s", folder / OUTCOME, error, outcome)
+        logger.warning("%s: cannot write how the run ended (%s): %s", path, error, outcome)

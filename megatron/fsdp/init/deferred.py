@@ -11,7 +11,7 @@ initialization from outside of a module is replayed as well. The approach is tha
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +38,14 @@ _EMPTY = {
     torch.ops.aten.new_empty.default,
     torch.ops.aten.new_empty_strided.default,
 }
+
+# Operators that initialize a tensor element by element, in place, by numbers: the first argument is the tensor.
+_IN_PLACE = set(
+    """uniform_ normal_ trunc_normal_ _no_grad_trunc_normal_ exponential_ log_normal_ cauchy_ bernoulli_ zero_ fill_
+    add_ sub_ mul_ div_ pow_ clamp_ erfinv_ sqrt_ neg_ exp_ log_ abs_""".split()
+)
+# Those that make such a tensor: the first argument is its size.
+_NEW = {"ones", "zeros", "full", "rand", "randn"}
 
 # Creates the context in which an operation is replayed.
 ContextFactory = Callable[[], AbstractContextManager[Any]]
@@ -132,11 +140,40 @@ class Recipe:
     def __init__(self, tape: _Tape, tensor: torch.Tensor) -> None:
         self._tape = tape
         self._view = _MetaView.of(tensor)
+        self._dtype = tensor.dtype
         self._written = tape.writes.get(self._view.storage, [])
         self.first = min(self._written, default=0)
         self.gives_values = any(tape.operations[number].function not in _EMPTY for number in self._written)
         read = {storage for number in self._needed() for storage in tape.operations[number].reads}
         self.complete = bool(self._written) and all(tape.writes[storage] for storage in read)
+
+    def draw(self, part: torch.Tensor, begin: int, number: int, device: torch.device) -> None:
+        """Initialize a part of the tensor, with other random numbers than those of the full tensor.
+
+        Args:
+            part: Gets the values: consecutive elements, flat.
+            begin: The first of them in the flat tensor.
+            number: Of the part. Equal numbers give equal values from one random state, which advances equally for all.
+            device: Where to compute.
+        """
+        operations = [self._tape.operations[number] for number in sorted(self._needed())]
+        if not all(self._is_elementwise(operation) for operation in operations):
+            part.copy_(self.run(device).reshape(-1)[begin : begin + part.numel()])
+            return
+        value = torch.empty(part.shape, dtype=self._dtype, device=device)
+        for operation in operations:
+            if operation.function not in _EMPTY:
+                with torch.no_grad(), operation.context(), _random_numbers_of(number, device):
+                    _replay_on(operation, value)
+        part.copy_(value)
+
+    def _is_elementwise(self, operation: _Operation) -> bool:
+        """Whether the operation does the same with every element of this tensor, and reads no other."""
+        (first, *rest), named = operation.arguments if operation.arguments[0] else ((None,), operation.arguments[1])
+        others = [value for value in tree_flatten((rest, named))[0] if isinstance(value, (_MetaView, _Constant))]
+        if operation.function in _EMPTY or _name(operation) in _NEW:
+            return not others and operation.results == (self._view,)
+        return _name(operation) in _IN_PLACE and first == self._view and not others
 
     def run(self, device: torch.device) -> torch.Tensor:
         """Compute the initialized tensor; see :meth:`run_all`."""
@@ -170,6 +207,30 @@ class Recipe:
                     found.add(number)
                     pending += [(read, number) for read in self._tape.operations[number].reads]
         return found
+
+
+def _name(operation: _Operation) -> str:
+    schema = getattr(operation.function, "_schema", None)
+    name: str = operation.function.__name__ if schema is None else schema.name
+    return name.rpartition("::")[2]
+
+
+def _replay_on(operation: _Operation, part: torch.Tensor) -> None:
+    """Replay an element-wise operation on a part of its tensor."""
+    (_, *rest), named = operation.arguments
+    if _name(operation) in _NEW:
+        part.copy_(operation.function(part.shape, *rest, **{**named, "device": part.device}))
+    else:
+        operation.function(part, *rest, **named)
+
+
+@contextmanager
+def _random_numbers_of(number: int, device: torch.device) -> Iterator[None]:
+    """Draw one number from the present random state, and begin with another state in this context."""
+    seed = int(torch.randint(2**62, (), device=device))
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed + number)
+        yield
 
 
 def _run(tape: _Tape, recipes: dict[int, Recipe], device: torch.device) -> Iterator[tuple[int, torch.Tensor]]:
@@ -344,13 +405,8 @@ def record(build: Callable[[], Any], context_of: Callable[[], ContextFactory]) -
         build: Returns a module or a list of them.
         context_of: Called at every operation. Returns a function that creates the context to replay it in.
     """
-    recorder = _TapeRecorder(context_of)
-    _recorders.append(recorder)
-    try:
-        with _OnMeta(), RECORDING.installed(), recorder:
-            built = build()
-    finally:
-        _recorders.pop()
+    with _recording(context_of) as recorder, _OnMeta():
+        built = build()
     for model in built if isinstance(built, (list, tuple)) else [built]:
         for module in model.modules():
             own = {**module._parameters, **module._buffers}
@@ -362,8 +418,43 @@ def record(build: Callable[[], Any], context_of: Callable[[], ContextFactory]) -
     return built
 
 
+@contextmanager
+def _recording(context_of: Callable[[], ContextFactory]) -> Iterator[_TapeRecorder]:
+    recorder = _TapeRecorder(context_of)
+    _recorders.append(recorder)
+    try:
+        with RECORDING.installed(), recorder:
+            yield recorder
+    finally:
+        _recorders.pop()
+
+
+@contextmanager
+def recorded_resets(parameters: dict[tuple[nn.Module, str], nn.Parameter]) -> Iterator[Callable[..., Recipe | None]]:
+    """Context in which modules initialize their parameters on the meta device, and what they do is recorded.
+
+    Args:
+        parameters: The parameters, by the places where they are registered.
+
+    Yields:
+        A function of a module and a name that returns the recipe of the parameter that is now registered there.
+    """
+    with _recording(lambda: nullcontext) as recorder:
+        # Not empty_like: the recording would depend on the parameter.
+        fresh = {id(p): torch.empty(p.shape, dtype=p.dtype, device="meta") for p in parameters.values()}
+        new = {key: nn.Parameter(value, requires_grad=False) for key, value in fresh.items()}
+        for (module, name), parameter in parameters.items():
+            new[id(parameter)].__dict__.update(vars(parameter))
+            module._parameters[name] = new[id(parameter)]
+        try:
+            yield lambda module, name: _recipe(recorder.tape, module._parameters[name])
+        finally:
+            for (module, name), parameter in parameters.items():
+                module._parameters[name] = parameter
+
+
 def _recipe(tape: _Tape, tensor: torch.Tensor) -> Recipe | None:
-    recipe = None if isinstance(tensor, DTensor) else Recipe(tape, tensor)
+    recipe = None if isinstance(tensor, DTensor) or not tensor.is_meta else Recipe(tape, tensor)
     return recipe if recipe is not None and recipe.complete else None
 
 

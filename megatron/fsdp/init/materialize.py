@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from megatron.fsdp.buffers.parameter import ShardedParameter
-from megatron.fsdp.init.deferred import Recipe, recipes
+from megatron.fsdp.init.deferred import Recipe, recipes, recorded_resets
 
 # Names of the method that initializes a module's direct parameters and buffers.
 RESET_METHODS = ("reset_parameters", "_reset_parameters")
@@ -114,6 +114,40 @@ def initialize(params: Sequence[ShardedParameter], device: torch.device, others:
                 reset()
     for param in params:
         param.reclaim()
+
+
+def draw_shards(
+    params: Sequence[ShardedParameter], shards: Sequence[tuple[torch.Tensor, int]], number: int, device: torch.device
+) -> None:
+    """Initialize this rank's shards of parameters that have no memory.
+
+    Args:
+        params: Parameters of one unit.
+        shards: The shard of each, flat, and its first element in the flat parameter.
+        number: Of the shards: ranks with equal ones have the same.
+        device: Where to compute.
+
+    Raises:
+        NotImplementedError: A module initializes a parameter in a way that cannot be recorded.
+    """
+    known = [_recorded(module).get(name) for param in params for module, name in param.sites[:1]]
+    unknown = [param for param, recipe in zip(params, known, strict=True) if recipe is None]
+    sites = {site: param.compute for param in unknown for site in param.sites}
+    with recorded_resets(sites) as recipe_of:
+        mine = {id(module._parameters[name]) for module, name in sites}
+        for module in sorted({id(module): module for module, _ in sites}.values(), key=_depth):
+            if (reset := reset_method(module)) is not None:
+                with torch.no_grad(), _other_units_on_meta(module, mine):
+                    reset()
+        made = {id(param): recipe_of(*param.sites[0]) for param in unknown}
+    for param, recipe, (shard, begin) in zip(params, known, shards, strict=True):
+        recipe = recipe or made[id(param)]
+        if recipe is None:
+            raise NotImplementedError(
+                f"init_per_shard: expected a method that initializes {param.name} by operations on it; got one of "
+                f"{type(param.sites[0][0]).__name__} that does otherwise. Leave init_per_shard out."
+            )
+        recipe.draw(shard, begin, number, device)
 
 
 def _depth(module: nn.Module) -> int:

@@ -26,7 +26,13 @@ from megatron.fsdp.config import OF_EXPERTS, FSDPConfig
 from megatron.fsdp.dtensor import torch_patches
 from megatron.fsdp.dtensor.unsupported import OWNER
 from megatron.fsdp.init.deferred import drop_recipes
-from megatron.fsdp.init.materialize import check_can_materialize, comes_last, initialize, materialize_buffers
+from megatron.fsdp.init.materialize import (
+    check_can_materialize,
+    comes_last,
+    draw_shards,
+    initialize,
+    materialize_buffers,
+)
 from megatron.fsdp.quantized.storage import drop_copies_after_forward
 from megatron.fsdp.runtime.agreement import Agreement, compare_values, fingerprint, give_from_first, propagate_errors
 from megatron.fsdp.runtime.engine import Engine
@@ -314,7 +320,9 @@ def _build_units(
         groups = [ParameterGroup(params, *shared) for params in part.groups]
         empty = [group for group in groups if not group.initialized]
         if empty or (place == 0 and modules_without_parameters):
-            params = [param for group in empty for param in group.params]
+            for group in (group for group in empty if group.draws_shards):
+                draw_shards(group.params, group.shards(), group.weights.owned.index or 0, blueprint.device)
+            params = [param for group in empty if not group.draws_shards for param in group.params]
             initialize(params, blueprint.device, modules_without_parameters)
             modules_without_parameters = []
         for group in empty:

@@ -27,6 +27,36 @@ with StopSignals(sys.argv[1]) as signals:
     time.sleep(float(sys.argv[2]))  # a save
 """
 
+# The main thread waits where it handles no signal, as in a collective.
+STUCK = """
+import ctypes, sys
+from megatron.fsdp.checkpoint.stopping import StopSignals
+
+with StopSignals(sys.argv[1]):
+    print("ready", flush=True)
+    lock = ctypes.create_string_buffer(64)
+    for _ in range(2):
+        ctypes.CDLL(None).pthread_mutex_lock(lock)
+"""
+
+LOADING = """
+import os, signal, sys, time
+from torch.utils.data import DataLoader
+from megatron.fsdp.checkpoint.stopping import StopSignals, ignore_stop_signals
+
+loader = DataLoader(range(100), num_workers=2, worker_init_fn=ignore_stop_signals)
+with StopSignals(sys.argv[1]) as signals:
+    for step, _ in enumerate(loader):
+        if step == 3:
+            children = open(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read().split()
+            assert len(children) >= 2
+            for process in (*map(int, children), os.getpid()):  # as a scheduler does
+                os.kill(process, getattr(signal, sys.argv[2]))
+        time.sleep(0.05)
+        if step > 10 and signals.stop_requested():
+            break
+"""
+
 # A script that ends in the examples' tail, without Slurm.
 LAUNCH = """
 NAME=early LOGS=$1/logs SAVE=$1 NODES=1 GPUS=1 PYTHON=$2 SCRIPT=$1/train.py ARGUMENTS=("$1" 0) RENDEZVOUS=(--standalone)
@@ -105,6 +135,60 @@ def test_a_signal_before_the_handler_exists_is_not_lost(tmp_path: Path) -> None:
     assert said(tmp_path) == "stopped SIGTERM\n"
     time.sleep(2)
     assert not list((tmp_path / "files").iterdir())
+
+
+def test_the_second_interrupt_ends_a_process_that_waits_in_a_collective(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", STUCK, str(tmp_path)], stdout=subprocess.PIPE, text=True) as run:
+        try:
+            assert run.stdout is not None and run.stdout.readline() == "ready\n"
+            time.sleep(0.5)
+            run.send_signal(signal.SIGINT)
+            with pytest.raises(subprocess.TimeoutExpired):
+                run.wait(2.5)
+            run.send_signal(signal.SIGINT)
+            assert run.wait(20) == 128 + signal.SIGINT
+        finally:
+            run.kill()
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+def test_a_forked_process_tells_the_training_nothing() -> None:
+    with StopSignals() as signals:
+        child = os.fork()
+        if child == 0:
+            os._exit(signal.set_wakeup_fd(-1) != -1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert signal.set_wakeup_fd(signals._pipe) == signals._pipe
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_workers_that_load_data_outlive_the_signal(tmp_path: Path, name: str) -> None:
+    run = subprocess.run([sys.executable, "-c", LOADING, str(tmp_path), name], capture_output=True, text=True)
+    assert (run.returncode, said(tmp_path)) == (0, f"stopped {name}\n"), run.stderr
+
+
+def test_a_rank_that_fails_before_there_is_a_process_group_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / OUTCOME).write_text("failed rank 0: the cause\n")
+    monkeypatch.setenv("RANK", "3")
+    with StopSignals(tmp_path):
+        pass  # only rank 0 removes and writes the file
+    assert said(tmp_path) == "failed rank 0: the cause\n"
+    (tmp_path / OUTCOME).unlink()
+    with pytest.raises(OSError, match="no address"), StopSignals(tmp_path):
+        raise OSError("no address")
+    assert said(tmp_path).startswith("failed rank 3 on ")
+
+
+def test_a_full_disk_leaves_no_empty_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The kernel's full disk: every write to it fails.
+    full = open("/dev/full", "w")
+    monkeypatch.setattr("builtins.open", lambda path, _: (Path(path).touch(), full)[1])
+    leave_outcome(tmp_path, "stopped")
+    assert "No space left" in caplog.text and not (tmp_path / OUTCOME).exists()
 
 
 def test_a_run_that_ends_by_itself_has_finished(ranks: RankPool, tmp_path: Path) -> None:
