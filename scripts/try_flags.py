@@ -58,7 +58,7 @@ OTHERS = set(
     overlap_moe_expert_parallel_comm delay_wgrad_compute cuda_graph_impl gradient_accumulation_fusion
     untie_embeddings_and_output_weights num_experts mtp_num_layers dump_param_to_param_group_map""".split()
 )
-EXPERTS = "--num-experts 2 --moe-router-topk 1 --moe-token-dispatcher-type alltoall --moe-grouped-gemm"
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-grouped-gemm"
 EXPERT_PARALLEL = f"{EXPERTS} --expert-model-parallel-size 2"
 FP8 = "--bf16 --fp8-format hybrid"
 SAVING = "--save {folder} --save-interval 2"
@@ -75,7 +75,7 @@ TRIED: dict[str, list[str]] = {
     "expert_tensor_parallel_size": [f"{EXPERTS} --expert-tensor-parallel-size 1 --tensor-model-parallel-size 2"],
     "overlap_moe_expert_parallel_comm": [f"{EXPERT_PARALLEL} --overlap-moe-expert-parallel-comm --bf16"],
     "num_experts": [EXPERTS],
-    "mtp_num_layers": ["--mtp-num-layers 1"],
+    "mtp_num_layers": ["--mtp-num-layers 1 --position-embedding-type rope"],
     "recompute_granularity": [
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
         "--recompute-granularity selective",
@@ -260,14 +260,21 @@ def try_flag(flag: str, dest: str, fragment: str, folder: str) -> Tried:
         states |= {row.setting.split()[0]: state for row in table}
     listed = states.get(dest, states.get(dest.removeprefix("ddp_"), ""))
     if error:
-        refused = any(limit.setting.split()[0] in error and limit.remedy[:40] in error for limit in LIMITS)
-        state = "refused" if refused else "fails as DDP" if of_ddp else "ERROR"
+        state = "refused" if _refuses(error, dest, fragment) else "fails as DDP" if of_ddp else "ERROR"
         return Tried(flag, fragment, state, error)
     if of_ddp:
         return Tried(flag, fragment, "FSDP alone", of_ddp)
     near = len(want) == len(got) and all(math.isclose(a, b, rel_tol=TOLERANCE) for a, b in zip(want, got, strict=True))
     state = (listed if listed in ("adjusted", "no effect") else "works") if near else "DIFFERS"
     return Tried(flag, fragment, state, "" if near else f"{want} with DDP; {got} with FSDP")
+
+
+def _refuses(error: str, dest: str, fragment: str) -> bool:
+    """Whether an error is that of a limit that names the flag, or another one of the fragment."""
+    given = {dest, *(word[2:].replace("-", "_") for word in fragment.split() if word.startswith("--"))}
+    names = given | {name.removeprefix("ddp_") for name in given}
+    limits = [limit for limit in LIMITS if limit.setting in error and limit.remedy[:40] in error]
+    return any(names & set(limit.setting.split()) for limit in limits)
 
 
 def as_markdown(tried: list[Tried]) -> str:

@@ -1,7 +1,7 @@
 """The settings of a sharded model: one frozen dataclass, validated when it is created."""
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
@@ -35,6 +35,21 @@ def _is_on(variable: str) -> bool:
     if value not in ("", "0", "1"):
         raise ValueError(f"{variable}: expected 0 or 1; got {value!r}.")
     return value == "1"
+
+
+def parameter_set(name: str, given: Iterable[nn.Parameter] | None) -> frozenset[nn.Parameter]:
+    """The parameters that an argument was given; none if it is None.
+
+    Raises:
+        TypeError: It is no collection, or contains something else.
+    """
+    if isinstance(given, (torch.Tensor, nn.Module, str)):
+        raise TypeError(f"{name}: expected a list or set of parameters; got {described(given)} alone.")
+    found = list(() if given is None else given)
+    for each in found:
+        if not isinstance(each, nn.Parameter):
+            raise TypeError(f"{name}: expected parameters of the model; got {described(each)}.")
+    return frozenset(found)
 
 
 @dataclass(frozen=True)
@@ -136,6 +151,9 @@ class FSDPConfig:
             ``fsdp_double_buffer``, ``nccl_ub`` and ``cuda_graph_mode`` at once. Compute then waits for every
             collective, and no buffer is used twice. If the result stays wrong, look at the model first. So does the
             environment variable ``MEGATRON_FSDP_SYNCHRONOUS=1``.
+        interleaves_micro_batches: The caller runs the forward of one micro-batch during the backward of another, as
+            ``overlap_moe_expert_parallel_comm`` of Megatron does: ``fsdp_double_buffer`` then has twice as many
+            buffers, because the two passes use units in opposite orders.
         sharding: Where parameters, gradients and optimizer state live. Derived from the two strategies.
         expert_sharding: The same of experts.
 
@@ -178,6 +196,7 @@ class FSDPConfig:
     replicated_params: Collection[nn.Parameter] = field(default=(), repr=False)
     reshard_after_forward: int | None = None
     synchronous: bool = False
+    interleaves_micro_batches: bool = False
     sharding: Sharding = field(init=False, repr=False)
     expert_sharding: Sharding = field(init=False, repr=False)
 
@@ -199,12 +218,11 @@ class FSDPConfig:
             "fsdp_double_buffer": self.fsdp_double_buffer or self.nccl_ub or self.cuda_graph_mode,
             # Ranks cannot compare flags inside a graph.
             "zero_unused_gradients": self.zero_unused_gradients or self.cuda_graph_mode,
-            "ignored_params": frozenset(self.ignored_params or ()),
-            "replicated_params": frozenset(self.replicated_params or ()),
+            **{name: parameter_set(name, getattr(self, name)) for name in ("ignored_params", "replicated_params")},
             "reshard_after_forward": _RESHARD.get(str(self.reshard_after_forward), self.reshard_after_forward),
         }
         if self.synchronous or _is_on(SYNCHRONOUS):
-            derived |= {"synchronous": True, **dict.fromkeys(_ASYNCHRONOUS, False)}
+            derived |= {"synchronous": self.synchronous or True, **dict.fromkeys(_ASYNCHRONOUS, False)}
         for name, value in derived.items():
             object.__setattr__(self, name, value)
         parse_granularity(self.shard_granularity)
@@ -260,10 +278,6 @@ class FSDPConfig:
             value = getattr(self, each.name, None)
             if kind in kinds and value is not None and not isinstance(value, kinds[kind]):
                 raise TypeError(f"{each.name}: expected {kind}; got {value!r}.")
-        for name in ("ignored_params", "replicated_params"):
-            for given in getattr(self, name):
-                if not isinstance(given, nn.Parameter):
-                    raise TypeError(f"{name}: expected parameters of the model; got {described(given)}.")
 
     def _check_devices(self) -> None:
         for name in ("nccl_ub", "cuda_graph_mode"):

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.fsdp.mcore.limits import LIMITS
 from scripts import try_flags
 from tests.launch import python
 
@@ -25,6 +26,15 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="several ranks
 )
 def test_states(dest: str, fragment: str, state: str, tmp_path: Path) -> None:
     assert try_flags.try_flag("--flag", dest, fragment, str(tmp_path)).state == state
+
+
+def test_a_refusal_must_name_the_flag() -> None:
+    limit = next(limit for limit in LIMITS if limit.setting.startswith("megatron_fsdp_main_params_dtype"))
+    error = f"ValueError: {limit.setting}: {limit.reason} {limit.remedy}"
+    flag = "--megatron-fsdp-main-params-dtype bf16"
+    assert try_flags._refuses(error, "megatron_fsdp_main_params_dtype", flag)
+    assert try_flags._refuses(error, "other", f"--other {flag}")
+    assert not try_flags._refuses(error, "bf16", "--bf16")
 
 
 @pytest.mark.slow

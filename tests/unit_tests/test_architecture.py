@@ -22,8 +22,8 @@ OPTIONAL = {"state/export.py": {"safetensors"}, "quantized/torchao.py": {"torcha
 
 # The most lines of code of each package, without blank lines, comments, docstrings and sub-packages that have a row.
 BUDGETS = {
-    "megatron/fsdp": 400,
-    "megatron/fsdp/api": 590,
+    "megatron/fsdp": 410,
+    "megatron/fsdp/api": 600,
     "megatron/fsdp/buffers": 1_500,
     "megatron/fsdp/checkpoint": 2_320,
     "megatron/fsdp/comm": 1_000,

@@ -113,6 +113,10 @@ def _refuses() -> None:
     model = _model()
     with pytest.raises(ValueError, match=r"expected bucket_bytes of at least 1; got 0"):
         model.full_weights(0)
+    for wrong in ({"bucket_bytes": "1"}, {"dtype": "bf16"}, {"to_rank": "0"}, {"convert": "hf"}):
+        name, value = next(iter(wrong.items()))
+        with pytest.raises(TypeError, match=rf"expected {name} to be a .*; got {value!r}\."):
+            model.full_weights(**wrong)
     with pytest.raises(ValueError, match=r"expected to_rank among .*\[0, 1\]; got 7"):
         model.full_weights(to_rank=7)
     with pytest.raises(ValueError, match=r"the same bucket_bytes, dtype and to_rank on all ranks"):

@@ -101,6 +101,8 @@ def _synchronous(by_variable: bool) -> None:
 def test_the_variable_is_0_or_1(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SYNCHRONOUS, "")
     assert not FSDPConfig().synchronous
+    with pytest.raises(TypeError, match="^synchronous: expected bool; got 'yes'"):
+        FSDPConfig(synchronous="yes")  # type: ignore[arg-type]
     monkeypatch.setenv(SYNCHRONOUS, "false")
     with pytest.raises(ValueError, match=f"{SYNCHRONOUS}: expected 0 or 1; got 'false'"):
         FSDPConfig()

@@ -205,6 +205,16 @@ def _arguments() -> None:
         fully_shard_model(model, replicated_params=[weight, stranger])
     with pytest.raises(ValueError, match=r"^1 parameters are in ignored_params and in replicated_params: choose one\."):
         fully_shard_model(model, ignored_params=[weight], replicated_params=[weight])
+    for given, found in (
+        (weight, "alone"),
+        ("head.weight", "alone"),
+        (["head.weight"], "of the model"),
+        ([model], "of"),
+    ):
+        for shard in (fully_shard_model, fsdp2.fully_shard):
+            for name in ("ignored_params", "replicated_params"):
+                with pytest.raises(TypeError, match=rf"^{name}: expected .*{found}"):
+                    shard(model, **{name: given})
     only = fully_shard_model(model, ignored_params=[weight])
     model.head.weight = nn.Parameter(weight.detach().clone())  # it is not the engine's
     assert "module.head.weight" in only.state_dict()

@@ -19,6 +19,7 @@ FLAGS = {
     "zero_dp_strategy": "data_parallel_sharding_strategy",
     "expert_zero_dp_strategy": "expert_data_parallel_sharding_strategy",
     "max_unsharded_units": "fsdp_buffer_count",
+    "interleaves_micro_batches": "overlap_moe_expert_parallel_comm",
     "enable_fine_grained_param_gather": "megatron_fsdp_enable_fine_grained_param_gather",
     "use_decoupled_grad": "megatron_fsdp_use_decoupled_grad",
     "cuda_graph_mode": "megatron_fsdp_cuda_graph_mode",

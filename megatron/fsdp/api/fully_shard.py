@@ -76,6 +76,7 @@ def fully_shard_model(
     reshard_after_forward: int | None = None,
     synchronous: bool = False,
     init_per_shard: bool = False,
+    interleaves_micro_batches: bool = False,
 ) -> MegatronFSDP:
     """Shard a model's parameters, gradients and optimizer state over the data-parallel ranks.
 
@@ -204,6 +205,9 @@ def fully_shard_model(
         init_per_shard: With ``init_model_with_meta_device``, draw random numbers for this rank's shards only, as FSDP2
             does: at once on many ranks. The values then depend on the number of ranks. Tensors that are not initialized
             element by element, such as orthogonal ones, are still computed in full.
+        interleaves_micro_batches: The caller runs the forward of one micro-batch during the backward of another, as
+            ``overlap_moe_expert_parallel_comm`` of Megatron does: ``fsdp_double_buffer`` then has twice as many
+            buffers, because the two passes use units in opposite orders.
 
     Returns:
         The sharded model. Its ``parameters()`` are the main weights, for the optimizer.

@@ -230,16 +230,17 @@ class FixedPool:
     Nothing is allocated once every kind of buffer has been used. A slot has the size of the largest unit that uses it.
 
     Args:
-        slots: How many units that are not inside each other may be unsharded at a time.
+        slots: How many units that are not inside each other may be unsharded at a time, in each half of the units.
         device: Device of the slots.
+        half: The first number of the units that have slots apart. None: all units use the same slots.
 
     Attributes:
         grown: Whether a buffer was made since the last :meth:`renew`.
     """
 
-    def __init__(self, slots: int, device: torch.device) -> None:
+    def __init__(self, slots: int, device: torch.device, half: int | None = None) -> None:
         self.grown = False
-        self._slots = slots
+        self._slots, self._half = slots, half
         self._by_place: dict[tuple[object, int], Slot] = defaultdict(functools.partial(Slot, device))
         self._free: dict[_Kind, list[torch.Tensor]] = defaultdict(list)
         self._lent: dict[int, tuple[_Kind, torch.Tensor]] = {}
@@ -255,7 +256,9 @@ class FixedPool:
             inner_apart: Units inside of others have slots that no other unit uses, as the root always has.
         """
         own = depth == 0 or (depth > 1 and inner_apart)
-        return UnitPool(self, self._by_place[("own", number) if own else (depth, number % self._slots)])
+        second = self._half is not None and number >= self._half
+        place = number % self._slots + self._slots * second
+        return UnitPool(self, self._by_place[("own", number) if own else (depth, place)])
 
     def scratch(self, numel: int, dtype: torch.dtype, device: torch.device, writer: Writer) -> torch.Tensor:
         """The smallest free buffer that is large enough, or a new one.

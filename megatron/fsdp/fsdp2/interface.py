@@ -47,6 +47,7 @@ from torch.utils._pytree import tree_map
 from megatron.fsdp.comm.backends import is_on_host
 from megatron.fsdp.comm.process_groups import require_process_group
 from megatron.fsdp.comm.streams import communication_stream
+from megatron.fsdp.config import parameter_set
 from megatron.fsdp.dtensor.unsupported import OWNER
 from megatron.fsdp.fsdp2.custom_collectives import all_gather_by, reduce_scatter_by
 from megatron.fsdp.fsdp2.marked import (
@@ -477,7 +478,8 @@ def fully_shard(
     # torch's policy classes are accepted too: only attributes are read, and theirs have the same names.
     policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
     engine_policy = _engine_policy(policy)
-    ignored = frozenset(ignored_params or ())
+    ignored = parameter_set("ignored_params", ignored_params)
+    replicated = parameter_set("replicated_params", replicated_params)
     for each in modules:
         index, device = axes_of(mesh, each)
         equalize(each, index, device, ignored)
@@ -496,7 +498,7 @@ def fully_shard(
             reshard_after_forward=reshard_after_forward,
             shard_granularity=shard_granularity,
             ignored=ignored,
-            replicated=frozenset(replicated_params or ()),
+            replicated=replicated,
         )
         if (near := index.dense.neighbours(mark.ranks_after_forward)) is not None:
             communication_stream(device, index.dense.dp_group).group(near)  # now: sharding communicates nothing

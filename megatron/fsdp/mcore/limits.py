@@ -218,15 +218,6 @@ LIMITS: tuple[Limit, ...] = (
         "The output layer's weight gradient would be computed after its unit's gradients were reduced, and be lost.",
     ),
     Limit(
-        "fsdp_double_buffer with overlap_moe_expert_parallel_comm",
-        "A forward and a backward that overlap use units in opposite orders, which collide in a double buffer. "
-        "nccl_ub turns the double buffer on.",
-        "Leave fsdp_double_buffer and nccl_ub off.",
-        condition=lambda s: (
-            bool(s["overlap_moe_expert_parallel_comm"]) and bool(s["fsdp_double_buffer"] or s["nccl_ub"])
-        ),
-    ),
-    Limit(
         "fsdp_buffer_count below 2 or without fsdp_double_buffer",
         "It is the number of buffers that units use in turn.",
         "Set it to 2 or more, with fsdp_double_buffer (--fsdp-double-buffer).",

@@ -212,7 +212,11 @@ def build_engine(blueprint: Blueprint) -> Engine:
     for buffer in module.buffers():
         if buffer.device != device:
             buffer.data = buffer.data.to(device)
-    pool = FixedPool(config.max_unsharded_units, device) if config.fsdp_double_buffer else None
+    pool = None
+    if config.fsdp_double_buffer:
+        # Two passes at once go through the units in opposite orders, each in another half until they cross.
+        half = (sum(1 for _ in blueprint.root.walk()) + 1) // 2 if config.interleaves_micro_batches else None
+        pool = FixedPool(config.max_unsharded_units, device, half)
     units = _build_units(blueprint, context, pool, modules_without_parameters)
     give_from_first(module, blueprint.index, context.stream, given)
     groups = [group for unit in units for group in unit.groups]

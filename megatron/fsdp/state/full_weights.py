@@ -46,6 +46,15 @@ class Options:
     expert_group: dist.ProcessGroup | None = None
 
     def __post_init__(self) -> None:
+        kinds: dict[str, tuple[str, bool]] = {
+            "bucket_bytes": ("a number of bytes", isinstance(self.bucket_bytes, int)),
+            "dtype": ("a torch.dtype or None", self.dtype is None or isinstance(self.dtype, torch.dtype)),
+            "to_rank": ("a rank or None", self.to_rank is None or isinstance(self.to_rank, int)),
+            "convert": ("a function or None", self.convert is None or callable(self.convert)),
+        }
+        for name, (expected, fits) in kinds.items():
+            if not fits:
+                raise TypeError(f"full_weights: expected {name} to be {expected}; got {getattr(self, name)!r}.")
         if self.bucket_bytes < 1:
             raise ValueError(f"full_weights: expected bucket_bytes of at least 1; got {self.bucket_bytes}.")
 

@@ -130,7 +130,8 @@ class Estimate:
         Without recomputation in backward, which may need the bytes of both passes.
         """
         root, others = self.units[0].bytes, [unit.bytes for unit in self.units[1:]]
-        unsharded = max((max(b.forward, b.backward) for b in others), default=0) * config.max_unsharded_units
+        passes = 2 if config.interleaves_micro_batches else 1
+        unsharded = max((max(b.forward, b.backward) for b in others), default=0) * config.max_unsharded_units * passes
         unsharded += max((b.produced + b.derived for b in others), default=0)
         reducing = max((b.reducing for b in others), default=0) * config.max_reducing_units
         total = self.total

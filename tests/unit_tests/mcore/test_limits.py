@@ -51,10 +51,6 @@ BROKEN: dict[str, dict[str, Any]] = {
     "optimizer_offload_fraction below 0 or above 1": {"optimizer_offload_fraction": 2.0},
     "muon_scalar_optimizer lion": {"optimizer": "muon", "muon_scalar_optimizer": "lion"},
     "save_wgrads_interval": {"save_wgrads_interval": 10},
-    "fsdp_double_buffer with overlap_moe_expert_parallel_comm": {
-        "fsdp_double_buffer": True,
-        "overlap_moe_expert_parallel_comm": True,
-    },
     "cuda_graph_impl full_iteration with overlap_moe_expert_parallel_comm": {
         "cuda_graph_impl": "full_iteration",
         "overlap_moe_expert_parallel_comm": True,

@@ -1,5 +1,6 @@
 """Megatron's schedule of two micro-batches at once (overlap_moe_expert_parallel_comm) trains as with Megatron's DDP."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from tests.megatron_models import FullyShardedDataParallel
 from tests.ranks import RankPool
 
 STRATEGIES = ("optim", "optim_grads", "optim_grads_params")
@@ -96,7 +98,7 @@ def _train(
     strategy: str | None, overlap: bool = True, delay: bool = False, micro_batches: int = 3, **changes: Any
 ) -> list[float]:
     """The losses and gradient norms of three steps."""
-    model = mm.wrapped(strategy, _gpt(overlap, delay), **SETTINGS, **changes)
+    model = mm.wrapped(strategy, _gpt(overlap, delay), **{**SETTINGS, **changes})
     if strategy is not None:
         assert find_megatron_fsdp(model) is model.module
     found = mm.run_steps(model, mm.optimizer_of(model), micro_batches=micro_batches)
@@ -130,3 +132,32 @@ def test_trains_as_with_ddp(
     ranks: RankPool, ranks_used: int, micro_batches: int, delay: bool, changes: dict[str, Any]
 ) -> None:
     ranks.run(ranks_used, _trains_as_ddp, STRATEGIES, micro_batches, delay, changes)
+
+
+def _buffers(layers: int) -> list[int]:
+    """Train with the double buffer as without it; return how many units use each buffer."""
+    changes = {"num_layers": layers, "moe_layer_freq": [1] * layers}
+    with mm.megatron(expert_model_parallel_size=2), _delaying_weight_gradients(), pytest.MonkeyPatch.context() as patch:
+        expected = _train("optim_grads_params", **changes)
+        engines: list[Any] = []
+        patch.setattr(mm, "FullyShardedDataParallel", _fsdp(engines))
+        assert _train("optim_grads_params", fsdp_double_buffer=True, **changes) == expected
+        units = engines[0].units[1:]
+        return sorted(Counter(id(unit._slot) for unit in units).values())
+
+
+def _fsdp(engines: list[Any]) -> Callable[..., torch.nn.Module]:
+    def build(config: Any, **given: Any) -> torch.nn.Module:
+        # Set before the model is built: the engine reads it, and the model's config accepts it with bf16 only.
+        config.overlap_moe_expert_parallel_comm = True
+        model = FullyShardedDataParallel(config=config, **given)
+        engines.append(model.module.engine)
+        return model
+
+    return build
+
+
+# With two buffers, the passes need different units of one buffer at the same time.
+@pytest.mark.parametrize(("layers", "expected"), [(6, [1, 1, 2, 2]), (7, [1, 2, 2, 2])])
+def test_two_passes_have_twice_as_many_fixed_buffers(ranks: RankPool, layers: int, expected: list[int]) -> None:
+    assert ranks.run(2, _buffers, layers) == [expected] * 2
