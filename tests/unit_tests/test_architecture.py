@@ -41,9 +41,9 @@ BUDGETS = {
     "megatron/fsdp/runtime": 2_330,
     "megatron/fsdp/sharding": 710,
     "megatron/fsdp/state": 530,
-    "megatron/fsdp/tools": 3_280,
+    "megatron/fsdp/tools": 3_300,
     "megatron_fsdp": 150,
-    "tests": 36_800,
+    "tests": 36_850,
 }
 
 # Phrases, as regular expressions, and the word that people of this field search for.
