@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.launch import ROOT, printed, torchrun
+from tests.launch import ROOT, printed, python, torchrun
 from tests.ranks import RankPool
 
 FOLDER = ROOT / "examples" / "frameworks"
@@ -194,3 +194,17 @@ def test_example_of_lightning(tmp_path: Path) -> None:
     expected = _losses(_run(f"lightning_fit.py {tmp_path}/ddp --epochs 3 --ddp"))
     found = _losses(*(_run(f"lightning_fit.py {tmp_path}/sharded --epochs {epochs}") for epochs in (2, 3)))
     assert len(expected) == 3 and found == pytest.approx(expected, abs=2e-5)
+
+
+@pytest.mark.slow
+def test_example_of_ray_train(tmp_path: Path) -> None:
+    pytest.importorskip("ray.train")
+    example = FOLDER / "ray_train.py"
+    expected = _by_step(printed(python(example, tmp_path / "whole")))
+    found = _by_step(printed(python(example, tmp_path / "failed", "--fail-at", "3")))
+    assert len(expected) == 6 and found == expected
+
+
+def _by_step(output: str) -> dict[str, str]:
+    """The loss of each step; Ray prints some lines twice."""
+    return dict(re.findall(r"step (\d+): loss (\S+)", output))

@@ -15,15 +15,20 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600
 srun --kill-on-bad-exit=1 torchrun --nproc-per-node 8 pretrain_gpt.py --train-iters 1000 --lr-warmup-iters 100 \\
     --save-interval 500 --exit-signal-handler --exit-duration-in-mins 1400
 """
+EXAMPLES = ROOT / "examples" / "megatron_fsdp"
 # What is changed, and what is found then.
 CHANGES = {
     "no signal": (" --signal=TERM@600", "", "Add #SBATCH --signal"),
     "no handler": ("--exit-signal-handler", "", "no handler"),
-    "short grace": ("TERM@600", "TERM@70", r"70 s is shorter than a step and a save, 75 s. Use --signal=TERM@150"),
+    "short grace": (
+        "TERM@600",
+        "TERM@70",
+        r"shorter than a step between two saves, 90 s. Use --signal=TERM@180",
+    ),
     "grace by default": ("TERM@600", "TERM", "the grace of 60 s is shorter"),
     "torchrun": ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "OTHER", "torchrun kills ranks 30 s after SIGTERM"),
-    "warm-up": ("--train-iters 1000", "--train-iters 100", "--lr-warmup-iters 100 is not below 100"),
-    "duration": ("mins 1400", "mins 1435", "ends after the signal at 1430 minutes"),
+    "warm-up": ("--train-iters 1000", "--train-iters 100", "--lr-warmup-iters 100 is not below 100.*Use 10"),
+    "duration": ("mins 1400", "mins 1435", "ends after the signal at 1430 minutes.*Use at most 1429"),
     "no checkpoint": ("24:00:00", "8:00:00", "--exit-duration.*\n.*500 steps of 60 s.*Use --save-interval 120"),
     "requeue": ("--requeue", "", "Add #SBATCH --requeue"),
     "log": ("--open-mode=append", "", "overwrites its log"),
@@ -56,19 +61,32 @@ def test_times_as_slurm_writes_them(time: str, seconds: int | None) -> None:
     assert job.seconds_of(time) == seconds
 
 
-@pytest.mark.parametrize("name", ["llama3_70b.sbatch", "sbatch_mfsdp_deepseek_v3.sh"])
-def test_the_examples_lose_nothing(name: str) -> None:
-    read = job.read(ROOT / "examples" / "megatron_fsdp" / name)
-    assert read.words[0] in ("64", "512") and read.grace == 600
+@pytest.mark.parametrize("path", [*EXAMPLES.glob("*.sh"), *EXAMPLES.glob("*.sbatch")], ids=lambda path: path.name)
+def test_the_examples_lose_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHECKPOINT", "/old/iter_0000001")
+    monkeypatch.setenv("OUT", "/new/iter_0000001")
+    read = job.read(path)
+    assert int(read.words[0]) in (4, 8, 32, 64, 512) and read.grace == 600
     assert job.problems(read, 30, 60) == []
-    assert "Use --signal=TERM@1200" in job.problems(read, 500, 100)[0]
+    assert "Use --signal=TERM@1400" in job.problems(read, 500, 100)[0]
+    monkeypatch.setenv("GRACE", "70")  # which the scripts give to sbatch
+    assert [found[:21] for found in job.problems(job.read(path), 60, 60)] == ["the grace of 70 s is "]
+
+
+def test_a_handler_in_the_loop_is_found(tmp_path: Path) -> None:
+    script = GOOD.replace("--exit-signal-handler", "").replace("pretrain_gpt.py", "loop.py")
+    assert "no handler" in found_in(tmp_path / "run.sbatch", script)[0]
+    (tmp_path / "loop.py").write_text("with StopSignals() as signals: ...\n")
+    assert found_in(tmp_path / "run.sbatch", script) == []
 
 
 @pytest.mark.merge
 def test_the_command(tmp_path: Path) -> None:
     path = tmp_path / "run.sbatch"
     path.write_text(GOOD)
-    command = ("-m", "megatron.fsdp.tools.doctor", "--script", path, "--step-seconds", "100")
+    command: tuple = ("-m", "megatron.fsdp.tools.doctor", "--script", path)
+    assert python(*command).stdout.endswith("queued again; --step-seconds and --save-seconds say whether in time\n")
+    command = (*command, "--step-seconds", "100")
     ended = python(*command)
     assert (ended.returncode, ended.stdout) == (0, "saves in time, and is queued again\n"), ended.stderr
     ended = python(*command, "--save-seconds", "500")

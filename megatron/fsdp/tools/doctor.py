@@ -60,7 +60,10 @@ def _read_job(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
         found = job.problems(job.read(options.job), options.step_seconds, options.save_seconds)
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    lines = [f"LOSES WORK  {problem}" for problem in found] or ["saves in time, and is queued again"]
+    fits = "saves in time, and is queued again"
+    if options.step_seconds is None:
+        fits = "saves, and is queued again; --step-seconds and --save-seconds say whether in time"
+    lines = [f"LOSES WORK  {problem}" for problem in found] or [fits]
     print(json.dumps({"problems": found}, indent=2) if options.json else "\n".join(lines))
     return 1 if found else 0
 

@@ -14,6 +14,7 @@ from pathlib import Path
 # Seconds from SIGTERM to SIGKILL, by Slurm at the time limit and by torchrun, unless told otherwise.
 KILL_WAIT = 30
 TAIL = "job.bash"
+HANDLER, CONVERTER = "StopSignals", "checkpoint_inspector"
 
 
 @dataclass
@@ -21,11 +22,13 @@ class Job:
     """A script that starts a run.
 
     Attributes:
+        folder: Where the script is.
         text: The script, without comments.
         options: Options of ``sbatch`` by name, without dashes.
         words: Number of ranks, training script and its arguments; empty if the script does not print them.
     """
 
+    folder: Path
     text: str
     options: dict[str, str]
     words: list[str] = field(default_factory=list)
@@ -38,6 +41,15 @@ class Job:
     def has(self, flag: str) -> bool:
         """Whether the command has a flag."""
         return flag in (self.words or re.split(r"[\s\"'=]+", self.text))
+
+    @property
+    def handles_signals(self) -> bool:
+        """Whether SIGTERM loses nothing: Megatron or a loop saves then; an interrupted conversion resumes."""
+        if self.has("--exit-signal-handler") or HANDLER in self.text or CONVERTER in self.text:
+            return True
+        named = re.findall(r"[\w./-]+\.py\b", self.text)
+        paths = [path for name in named for path in (Path(name), self.folder / name) if path.is_file()]
+        return any(HANDLER in path.read_text(errors="replace") for path in paths)
 
     def number(self, flag: str) -> float | None:
         """The number after a flag of the command; None if there is none."""
@@ -69,10 +81,11 @@ def read(path: Path) -> Job:
                 elif options:  # the value of the option before it
                     options[list(options)[-1]] = word
     text = "\n".join(line for line in lines if not line.lstrip().startswith("#"))
-    job = Job(text, options)
+    job = Job(path.parent, text, options)
     if job.shares_tail:
-        grace = os.environ.get("GRACE", "600")
-        job.options = {"signal": f"TERM@{grace}", "requeue": "", "open-mode": "append", **options}
+        # What it gives to sbatch, which prefers that to the script's lines.
+        grace = os.environ.get("GRACE") or f"{job.grace or 600:.0f}"
+        job.options = {**options, "signal": f"TERM@{grace}", "requeue": "", "open-mode": "append"}
     if job.shares_tail or "DRY_RUN" in text:
         environment = {**os.environ, "DRY_RUN": "1"}
         run = subprocess.run(["bash", str(path)], env=environment, capture_output=True, text=True)
@@ -102,15 +115,16 @@ def problems(job: Job, step: float | None = None, save: float = 0.0) -> list[str
         save: Seconds of a save.
     """
     found = []
-    needed = None if step is None else step + save
+    # The signal may arrive when a save begins.
+    needed = None if step is None else step + 2 * save
     if job.grace is None:
         found.append(f"no signal before the time limit: only {KILL_WAIT} s remain then. Add #SBATCH --signal=TERM@600.")
-    if not job.has("--exit-signal-handler") and "StopSignals" not in job.text:
+    if not job.handles_signals:
         found.append("no handler: SIGTERM ends the run without a save. Add --exit-signal-handler, or StopSignals.")
     if needed is not None and job.grace is not None and needed >= job.grace:
         found.append(
-            f"the grace of {job.grace:.0f} s is shorter than a step and a save, {needed:.0f} s. Use --signal=TERM@"
-            f"{2 * needed:.0f} (GRACE={2 * needed:.0f} in the examples)."
+            f"the grace of {job.grace:.0f} s is shorter than a step between two saves, {needed:.0f} s. Use "
+            f"--signal=TERM@{2 * needed:.0f} (GRACE={2 * needed:.0f} in the examples)."
         )
     keeps = job.shares_tail or any(
         name in job.text for name in ("SHUTDOWN_TIMEOUT", "--shutdown-timeout", "--signals-to-handle")
@@ -129,12 +143,15 @@ def _of_schedule(job: Job, step: float | None) -> list[str]:
         warm_up = job.number(f"--lr-warmup-{unit}")
         end = job.number(f"--lr-decay-{unit}") or job.number(f"--train-{unit}")
         if warm_up is not None and end is not None and warm_up >= end:
-            found.append(f"--lr-warmup-{unit} {warm_up:.0f} is not below {end:.0f}, the end of the decay. Shorten it.")
+            found.append(
+                f"--lr-warmup-{unit} {warm_up:.0f} is not below {end:.0f}, the end of the decay. Use {end // 10:.0f}."
+            )
     limit, duration, interval = job.time_limit, job.number("--exit-duration-in-mins"), job.number("--save-interval")
-    if limit is not None and duration is not None and duration * 60 + (job.grace or 0) > limit:
+    signalled = None if limit is None else (limit - (job.grace or 0)) / 60
+    if signalled is not None and duration is not None and duration > signalled:
         found.append(
-            f"--exit-duration-in-mins {duration:.0f} ends after the signal at {(limit - (job.grace or 0)) / 60:.0f} "
-            "minutes, or after the time limit. Lower it."
+            f"--exit-duration-in-mins {duration:.0f} ends after the signal at {signalled:.0f} minutes, or after the "
+            f"time limit. Use at most {signalled - (step or 0) / 60:.0f}."
         )
     if limit is not None and interval is not None and step is not None and interval * step > limit:
         found.append(
