@@ -42,9 +42,9 @@ BUDGETS = {
     "megatron/fsdp/sharding": 710,
     "megatron/fsdp/state": 530,
     "megatron/fsdp/tools": 3_280,
-    "megatron/fsdp/tools/predict": 910,
+    "megatron/fsdp/tools/predict": 1_145,
     "megatron_fsdp": 150,
-    "tests": 36_950,
+    "tests": 37_030,
 }
 
 # Phrases, as regular expressions, and the word that people of this field search for.

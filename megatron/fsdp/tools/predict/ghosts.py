@@ -59,6 +59,8 @@ _CHOOSING = {aten.topk, aten.argmax, aten.sort, aten.argsort, aten.max, aten.mul
 _GATHERING = {aten.embedding, aten.index_select, aten.index, aten.gather}
 # More elements than this are not computed, whatever their dtype.
 MOST_COMPUTED = 1 << 26
+# Collectives of at most this many elements are issued with their values.
+SMALL = 1 << 12
 
 
 class Memory:
@@ -168,7 +170,7 @@ class Ghosts(TorchDispatchMode):
         packet = func._overloadpacket
         if func.namespace in ("c10d", "_c10d_functional"):
             self._on_collective(packet.__name__, args)
-            return func(*args, **kwargs)
+            return _communicated(func, args, kwargs)
         if func.is_view or packet in _OF_STORAGE:
             result = func(*args, **kwargs)
             for tensor in tree_leaves(result):
@@ -249,6 +251,14 @@ class Ghosts(TorchDispatchMode):
         dtypes = [t.dtype for t in (*given, *made) if t.dtype.is_floating_point]
         dtype = min(dtypes, key=lambda d: d.itemsize) if dtypes else torch.int64
         return Cost(name, kind, str(dtype).removeprefix("torch."), flops, size)
+
+
+def _communicated(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """The results of a collective. The fake backend copies tensors, which would give them pages: it gets empty ones."""
+    if sum(leaf.numel() for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)) <= SMALL:
+        return func(*args, **kwargs)
+    result = func(*tree_map_only(torch.Tensor, lambda tensor: tensor.new_empty(0), args), **kwargs)
+    return (args[0], *result[1:]) if isinstance(result, tuple) else result
 
 
 def _is_real(value: Any) -> bool:
