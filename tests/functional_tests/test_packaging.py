@@ -102,6 +102,7 @@ COMMANDS = {
     "megatron-fsdp-doctor --help": "",
     "megatron-fsdp-doctor script.py": MCORE,
     "megatron-fsdp-memory --help": "",
+    "megatron-fsdp-plan --help": "",
     "megatron-fsdp-verify --help": "",
     "megatron-fsdp-verify script.py": MCORE,
     "python -m megatron.fsdp.launch script.py": MCORE,

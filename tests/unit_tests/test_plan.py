@@ -1,64 +1,66 @@
-"""The order of communication: literal plans, and ranks that skip operations or request others."""
+"""The plan command: its choices, their order, and a comparison with a trace."""
 
-from megatron.fsdp.runtime.plan import Op, OpKind, Plan, hoist_unshards, merge_recorded
+import dataclasses
+import json
+import sys
+from pathlib import Path
 
+import pytest
+import torch
+from torch import nn
 
-def _ops(text: str) -> list[Op]:
-    kinds = {"G": OpKind.UNSHARD, "R": OpKind.REDUCE}
-    return [Op(kinds[word[0]], int(word[1:])) for word in text.split()]
+from megatron.fsdp.tools.devices import GIB
+from megatron.fsdp.tools.predict import Topology
+from megatron.fsdp.tools.predict.plan import Choice, Cluster, audit, candidates, cluster_of, main, ordered, plan, table
+from megatron.fsdp.tools.trace.timeline import Timeline
+from tests.models import Block, TinyModel
 
-
-def _text(ops: list[Op]) -> str:
-    return " ".join(f"{'G' if op.kind is OpKind.UNSHARD else 'R'}{op.unit_index}" for op in ops)
-
-
-def _issue_order(text: str, distance: int) -> str:
-    asked = _ops(text)
-    return _text([asked[index] for index in hoist_unshards(asked, distance)])
-
-
-def test_gathers_move_ahead_of_one_reduction() -> None:
-    assert _issue_order("G0 G3 R3 G2 R2 G1 R1 R0", 1) == "G0 G3 G2 R3 G1 R2 R1 R0"
+H100 = cluster_of("h100")
 
 
-def test_gathers_keep_their_order_when_they_move_further() -> None:
-    assert _issue_order("G3 R3 G2 R2 G1 R1", 2) == "G3 G2 G1 R3 R2 R1"
-    assert _issue_order("G3 R3 G2 R2 G1 R1", 0) == "G3 R3 G2 R2 G1 R1"
+def _cluster(memory: int) -> Cluster:
+    return dataclasses.replace(H100, per_host=2, device=dataclasses.replace(H100.device, memory=memory))
 
 
-def test_what_is_asked_in_order_leaves_nothing_out() -> None:
-    plan = Plan(_ops("G0 G1 R1 R0"), distance=1)
-    assert [list(plan.request(op) or ()) for op in plan.requested] == [[0], [1], [2], [3]]
-    assert list(plan.finish()) == []
+def _model() -> nn.Module:
+    return TinyModel(width=64, depth=2, vocabulary=32)
 
 
-def test_what_was_not_asked_for_comes_before_what_is() -> None:
-    plan = Plan(_ops("G0 G1 R1 G2 R2 R0"), distance=1)
-    assert list(plan.request(Op(OpKind.UNSHARD, 0)) or ()) == [0]
-    assert list(plan.request(Op(OpKind.UNSHARD, 2)) or ()) == [1, 2, 3]
-    assert list(plan.finish()) == [4, 5]
+def test_choices_their_order_and_an_audit(tmp_path: Path) -> None:
+    seen: list[Choice] = []
+    found = plan(
+        _model,
+        lambda: torch.zeros(2, 8, dtype=torch.int64),
+        units=[Block],
+        ranks=4,
+        cluster=_cluster(80 * GIB),
+        on_choice=seen.append,
+        loss=lambda model, tokens: model(tokens).sum(),
+    )
+    assert len(seen) == 6 and [c.name for c in seen][-2:] == ["HSDP 2 x 2", "hybrid FSDP 2 x 2"]
+    assert [c.prediction.step_seconds for c in found] == sorted(c.prediction.step_seconds for c in seen)
+    assert all(name in table(found) for name in ("optim_grads_params", "HSDP 2 x 2", "free"))
+    small = ordered([dataclasses.replace(c, capacity=1) for c in seen])
+    assert [c.memory for c in small] == sorted(c.memory for c in seen) and "does not fit by" in small[0].verdict
+    Timeline([found[0].prediction.trace]).save(tmp_path / "trace.json")
+    for line in audit(found[0], tmp_path / "trace.json").splitlines()[1:]:
+        cells = line.split("  ")[1:]
+        assert all(abs(float(a) - float(b)) <= 0.011 for a, _, b in (cell.split() for cell in cells)), line
 
 
-def test_what_the_plan_does_not_have_ahead_changes_nothing() -> None:
-    plan = Plan(_ops("G0 G1"), distance=1)
-    plan.request(Op(OpKind.UNSHARD, 1))
-    assert plan.request(Op(OpKind.UNSHARD, 0)) is None
-    assert list(plan.finish()) == []
-    assert _text(plan.recorded) == "G1 G0"
+def test_links_follow_the_hosts() -> None:
+    inner, outer = H100.links(Topology(8, 8))
+    assert (inner.bandwidth, outer.bandwidth) == (H100.inside, H100.between)
+    crossing, _ = H100.links(Topology(64))
+    assert crossing.bandwidth == 8 * H100.between and crossing.ranks_per_hop == 8
+    assert [axes.inner for *_, axes in candidates(64, 8)] == [64, 64, 64, 64, 8, 8]
 
 
-def test_issued_counts_in_the_order_of_issue() -> None:
-    plan = Plan(_ops("G2 R2 G1 R1"), distance=1)
-    plan.issued = 2
-    assert [plan.is_issued(index) for index in range(4)] == [True, False, True, False]
-    assert plan.ahead() == Op(OpKind.REDUCE, 2)
-    plan.issued = 4
-    assert plan.ahead() is None
-
-
-def test_recorded_orders_merge_into_the_one_that_holds_the_others() -> None:
-    assert merge_recorded([_ops("G0 G2"), _ops("G0 G1 G2"), _ops("G0 G1 G2")]) == _ops("G0 G1 G2")
-
-
-def test_recorded_orders_that_contradict_do_not_merge() -> None:
-    assert merge_recorded([_ops("G0 G2 G1"), _ops("G0 G1 G2")]) is None
+def test_an_unknown_gpu_lists_the_known(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "tiny.json").write_text(json.dumps({}))
+    monkeypatch.setattr(sys, "argv", ["plan", "--model", f"{__name__}:_model", "--units", "Block", "--gpu", "h1000"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "h100, h100-nvl" in capsys.readouterr().err

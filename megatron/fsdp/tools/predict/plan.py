@@ -1,0 +1,343 @@
+"""Compares sharding strategies of your model by predicted step time and memory, without GPUs.
+
+    megatron-fsdp-plan --model file.py:build --units Block --ranks 64 --gpu h100
+    megatron-fsdp-plan --model path/of/a/config.json --ranks 64 --gpu h100 --json
+    megatron-fsdp-plan --calibrate machine.json
+    megatron-fsdp-plan --model file.py:build --ranks 2 --machine machine.json --strategy 3 --audit trace.json
+
+The engine runs on tensors without memory, so one process stands for any number of ranks. Ctrl-C prints what has been
+found so far. Speeds of GPUs and links are assumptions that docs/guide/doctor.md names, and times are simulated.
+The exit code is 0, 2 for wrong arguments, or 3 if no strategy fits.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron.fsdp.config import FSDPConfig
+from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
+from megatron.fsdp.sharding.strategy import INNER
+from megatron.fsdp.tools import program
+from megatron.fsdp.tools.devices import GIB, GPUS, gpu_memory
+from megatron.fsdp.tools.fit import CONTEXT, FRAGMENTATION, NCCL
+from megatron.fsdp.tools.predict import Calibration, Device, Link, Prediction, Topology, calibrate, predict
+from megatron.fsdp.tools.progress import Progress
+from megatron.fsdp.tools.trace.spans import Row, UnitTimes
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """GPUs and how they are connected.
+
+    Attributes:
+        device: The GPU.
+        per_host: GPUs that NVLink connects.
+        inside: Bytes per second of a GPU over NVLink, in each direction.
+        between: Bytes per second of a GPU's own network card, in each direction.
+    """
+
+    device: Device
+    per_host: int
+    inside: float
+    between: float
+
+    def links(self, ranks: Topology) -> tuple[Link, Link]:
+        """The links of the inner and the outer axis."""
+        near = min(ranks.inner, self.per_host)
+        # The ranks of an axis in one host receive different parts, each through its own card, and pass them on.
+        crossing = Link("network", min(self.inside, self.between * near), 5e-6, near)
+        inner = Link("NVLink", self.inside, 2e-6) if ranks.inner <= self.per_host else crossing
+        return inner, crossing if near < self.per_host and ranks.inner > near else Link("network", self.between, 5e-6)
+
+
+# Dense peaks of bf16 and fp32 (as TF32) per second, bytes per second of memory, NVLink and network card in one
+# direction, and GPUs per NVLink domain, from data sheets.
+_SPEEDS = {
+    "a100-40": (312e12, 156e12, 1.555e12, 300e9, 25e9, 8),
+    "a100-80": (312e12, 156e12, 2.039e12, 300e9, 25e9, 8),
+    "h100": (989e12, 494e12, 3.35e12, 450e9, 50e9, 8),
+    "h200": (989e12, 494e12, 4.8e12, 450e9, 50e9, 8),
+    "b200": (2250e12, 1125e12, 8e12, 900e9, 50e9, 8),
+    "gb200": (2500e12, 1250e12, 8e12, 900e9, 50e9, 72),
+}
+# Parts of the peaks that kernels reach: assumptions, which no GPU has confirmed here.
+EFFICIENCY = {"matmul": 0.7, "attention": 0.5, "memory": 0.8}
+
+
+def cluster_of(name: str) -> Cluster:
+    """The GPU with a name, in hosts as they are sold.
+
+    Raises:
+        ValueError: It is unknown, or its speed is. The message lists the known ones.
+    """
+    memory = gpu_memory(name)
+    key = next(key for key in GPUS if gpu_memory(key) == memory)
+    if key not in _SPEEDS:
+        raise ValueError(f"expected one of {', '.join(_SPEEDS)}, whose speeds are known; got {name!r}.")
+    half, single, bandwidth, inside, between, per_host = _SPEEDS[key]
+    flops = {"bfloat16": half, "float16": half, "float32": single}
+    return Cluster(Device(key, memory, flops, bandwidth, EFFICIENCY, 4e-6), per_host, inside, between)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to shard a model, and its prediction.
+
+    Attributes:
+        name: Of the strategy.
+        arguments: Those of ``fully_shard`` that choose it.
+        ranks: The data-parallel ranks.
+        prediction: One step.
+        memory: Bytes of the device that it takes, with what the driver, NCCL and fragmentation add.
+        capacity: Bytes of the device; None if that does not matter.
+    """
+
+    name: str
+    arguments: str
+    ranks: Topology
+    prediction: Prediction
+    memory: int
+    capacity: int | None
+
+    @property
+    def fits(self) -> bool:
+        """Whether the device has enough memory."""
+        return self.capacity is None or self.memory <= self.capacity
+
+    @property
+    def verdict(self) -> str:
+        """Whether it fits, and the bytes that are left or missing."""
+        if self.capacity is None:
+            return ""
+        left = self.capacity - self.memory
+        if left < 0:
+            return f"does not fit by {-left / GIB:.2f} GiB"
+        return f"fits{', with less than 10 % left' if left < 0.1 * self.capacity else ''}: {left / GIB:.2f} GiB free"
+
+    @property
+    def bound(self) -> str:
+        """The activity that the computation spends most of its time on."""
+        times = {"compute": 0.0, "unshard": 0.0, "reduce": 0.0, "other communication": 0.0}
+        for span in self.prediction.trace.spans:
+            if span.row is Row.COMPUTE:
+                times["compute"] += span.milliseconds
+            elif span.row is Row.WAITS:
+                of = {"all-gather": "unshard", "gather": "unshard", "reduction": "reduce"}
+                times[of.get(str(span.kind), "other communication")] += span.milliseconds
+        return max(times, key=lambda name: times[name])
+
+
+def candidates(ranks: int, per_host: int) -> Iterator[tuple[str, str, int | str, int | str, Topology]]:
+    """Name, arguments, inner and outer strategy, and axes of every way to shard over a number of ranks."""
+    for name in INNER:
+        yield name, f"zero_dp_strategy={name!r}", name, 0, Topology(ranks)
+    inner = per_host
+    while inner < ranks and ranks % inner == 0:
+        for title, outer in (("HSDP", "no_shard"), ("hybrid FSDP", "optim")):
+            arguments = f"zero_dp_strategy=3, outer_dp_sharding_strategy={outer!r}, mesh ({ranks // inner}, {inner})"
+            yield f"{title} {ranks // inner} x {inner}", arguments, 3, outer, Topology(inner, ranks // inner)
+        inner *= 8
+
+
+def plan(
+    model_fn: Callable[[], nn.Module],
+    batch_fn: Callable[[], Any],
+    *,
+    units: Sequence[type[nn.Module] | str],
+    ranks: int,
+    cluster: Cluster,
+    policy: MixedPrecisionPolicy | None = None,
+    on_choice: Callable[[Choice], None] | None = None,
+    **more: Any,
+) -> list[Choice]:
+    """Predict every way to shard a model, the fastest that fits first.
+
+    Args:
+        model_fn: See :func:`megatron.fsdp.tools.predict.predict`.
+        batch_fn: See there.
+        units: See there.
+        ranks: Number of data-parallel ranks.
+        cluster: GPUs and their links.
+        policy: Dtypes.
+        on_choice: Called with each result when it is found.
+        more: ``optimizer`` (or AdamW), ``loss`` and ``micro_batches`` of ``predict``.
+    """
+    found = []
+    more.setdefault("optimizer", torch.optim.AdamW)
+    for name, arguments, inner, outer, axes in candidates(ranks, cluster.per_host):
+        config = FSDPConfig(inner, outer, policy or MixedPrecisionPolicy())
+        settings: dict[str, Any] = {"config": config, "units": units, "ranks": axes, "device": cluster.device}
+        predicted = predict(model_fn, batch_fn, link=cluster.links(axes), **settings, **more)
+        on_device = cluster.device.runs_ahead
+        taken = int(predicted.peak.total * (1 + FRAGMENTATION)) + CONTEXT + NCCL if on_device else predicted.peak.total
+        found.append(Choice(name, arguments, axes, predicted, taken, cluster.device.memory))
+        if on_choice is not None:
+            on_choice(found[-1])
+    return ordered(found)
+
+
+def ordered(choices: list[Choice]) -> list[Choice]:
+    """The fastest that fits first; then those that do not fit, the closest first."""
+    return sorted(choices, key=lambda c: (not c.fits, c.prediction.step_seconds if c.fits else c.memory))
+
+
+def table(choices: Sequence[Choice]) -> str:
+    """The choices as text."""
+    rows = [("strategy", "step, ms", "GiB", "waits, ms", "bound by", "")]
+    for c in choices:
+        waits = sum(span.milliseconds for span in c.prediction.trace.spans if span.row is Row.WAITS)
+        time, memory = f"{c.prediction.step_seconds * 1e3:.2f}", f"{c.memory / GIB:.2f}"
+        rows.append((c.name, time, memory, f"{waits:.2f}", c.bound, c.verdict))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+def audit(choice: Choice, path: Path) -> str:
+    """A table of milliseconds per unit, predicted and measured, from a file that ``trace`` has written.
+
+    Raises:
+        ValueError: The file has other units.
+    """
+    events = json.loads(path.read_text())["traceEvents"]
+    rows = {e["tid"]: e["args"]["name"] for e in events if e.get("name") == "thread_name"}
+    ranks = len({e["pid"] for e in events})
+    measured: dict[str, dict[str, float]] = {}
+    columns = {"forward": "forward", "backward": "backward", "recomputation": "backward"}
+    for event in (e for e in events if e["ph"] == "X"):
+        row, kind = rows[event["tid"]], event["cat"]
+        of_row = {str(Row.COMPUTE): columns.get(kind), str(Row.GATHERS): "gather", str(Row.REDUCTIONS): "reduction"}
+        of_row[str(Row.WAITS)] = "exposed_reduction" if kind == "reduction" else "exposed_gather"
+        if (column := of_row[row]) is not None and event["args"]["unit"]:
+            of_unit = measured.setdefault(event["args"]["unit"], {})
+            of_unit[column] = of_unit.get(column, 0.0) + event["dur"] / 1e3 / ranks
+    predicted = choice.prediction.trace.per_unit()
+    if not measured.keys() <= predicted.keys():
+        raise ValueError(f"{path} has units {sorted(measured)}; the model has {sorted(predicted)}.")
+    names = UnitTimes._fields[:-1]
+    lines = ["predicted / measured, ms  " + "  ".join(names)]
+    for unit, times in predicted.items():
+        cells = (f"{getattr(times, name):.2f} / {measured.get(unit, {}).get(name, 0.0):.2f}" for name in names)
+        lines.append(f"{unit}  " + "  ".join(cells))
+    return "\n".join(lines)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="megatron-fsdp-plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", help="file.py:function or module:function, or a Hugging Face config.json")
+    parser.add_argument("--units", nargs="+", default=[], metavar="CLASS", help="classes of units (or the layers')")
+    parser.add_argument("--ranks", type=int, default=8, help="data-parallel ranks (or 8)")
+    machine = parser.add_mutually_exclusive_group()
+    machine.add_argument("--gpu", default="h100", help=f"one of {', '.join(_SPEEDS)} (or h100)")
+    machine.add_argument("--machine", type=Path, metavar="FILE", help="a file that --calibrate has written")
+    parser.add_argument("--dtype", choices=program.DTYPES, default="bf16", help="of the compute weights (or bf16)")
+    parser.add_argument("--micro-batches", type=int, default=1, help="per step (or 1)")
+    parser.add_argument("--strategy", choices=[*INNER, "0", "1", "2", "3"], help="the one that --audit compares")
+    parser.add_argument("--calibrate", type=Path, metavar="FILE", help="measure this machine, and write the result")
+    parser.add_argument("--audit", type=Path, metavar="TRACE", help="compare with a trace.json of a real step")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def _cluster(options: argparse.Namespace) -> Cluster:
+    if options.machine is None:
+        return cluster_of(options.gpu)
+    found = Calibration.load(options.machine)
+    link = found.link or Link("not measured", found.device.bandwidth / 2, 1e-5)
+    return Cluster(found.device, options.ranks, link.bandwidth, link.bandwidth)
+
+
+def main() -> int:
+    """Search, and print the choices. Returns the exit code."""
+    parser = _parser()
+    options = parser.parse_args()
+    if options.calibrate is not None:
+        calibrate().save(options.calibrate)
+        return 0
+    if options.model is None:
+        parser.error("expected --model or --calibrate")
+    try:
+        choices = _search(options)
+        if options.audit is not None:
+            names = [options.strategy, list(INNER)[int(options.strategy)] if str(options.strategy).isdigit() else ""]
+            chosen = next((choice for choice in choices if choice.name in names), choices[0])
+            print(audit(chosen, options.audit))
+            return 0
+    except (ValueError, OSError, KeyError) as error:
+        parser.error(str(error))
+    if options.json:
+        print(json.dumps([_as_dict(choice) for choice in choices[:10]], indent=2))
+    elif choices:
+        print(table(choices[:10]))
+        print(f"Simulated. The best: fully_shard(..., {choices[0].arguments})")
+    return 0 if any(choice.fits for choice in choices) else 3
+
+
+def _search(options: argparse.Namespace) -> list[Choice]:
+    """All choices, or those that were found before Ctrl-C."""
+    loaded: list[program.Program] = []
+
+    def model() -> nn.Module:
+        loaded[:] = [program.load(options.model)]
+        return loaded[0].model.to(program.DTYPES[options.dtype])
+
+    def batch() -> Any:
+        return loaded[0].first_batches(1)[0]
+
+    with torch.device("meta"):
+        classes = program.unit_classes(program.load(options.model).model, options.units)
+    found: list[Choice] = []
+    progress = Progress(sys.stderr)
+    progress.start("predicting the first strategy")
+
+    def show(choice: Choice) -> None:
+        found.append(choice)
+        progress.start(f"{choice.name}: {choice.prediction.step_seconds * 1e3:.2f} ms; predicting the next")
+
+    policy = MixedPrecisionPolicy(main_params_dtype=torch.float32)
+    try:
+        plan(
+            model,
+            batch,
+            units=classes,
+            ranks=options.ranks,
+            cluster=_cluster(options),
+            policy=policy,
+            on_choice=show,
+            loss=lambda module, given: loaded[0].loss(module, given),
+            micro_batches=options.micro_batches,
+        )
+    except KeyboardInterrupt:
+        print("interrupted: the best so far", file=sys.stderr)
+    finally:
+        progress.end()
+    return ordered(found)
+
+
+def _as_dict(choice: Choice) -> dict[str, Any]:
+    predicted = choice.prediction
+    return {
+        "strategy": choice.name,
+        "arguments": choice.arguments,
+        "axes": dataclasses.asdict(choice.ranks),
+        "step_seconds": predicted.step_seconds,
+        "memory": choice.memory,
+        "peak": predicted.peak.bytes,
+        "module_of_peak": predicted.peak.module,
+        "bound": choice.bound,
+        "fits": choice.fits,
+        "verdict": choice.verdict,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
