@@ -27,6 +27,9 @@ BENCHMARKS = {
     "scale": "scale",
     "growth": "growth",
     "loop": "real_loop",
+    "prediction": "prediction",
+    "predicted-memory": "predicted_memory",
+    "published": "published",
     "gpu": "gpu",
 }
 
@@ -94,7 +97,7 @@ def main(arguments: list[str] | None = None) -> int:
     for name in command.only:
         report = lambda text, name=name: tables.show_progress(f"{name}: {text}")  # noqa: E731 - closes over the name
         try:
-            options = Options(command.quick, command.rounds, only, report, command.where)
+            options = Options(command.quick, command.rounds, only, report, command.where, command.results, command.add)
             measured[name] = run_one(name, options, command.results, command.add)
         except LossesDisagree as disagreement:
             print(f"{name}: losses disagree: {disagreement}")

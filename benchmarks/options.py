@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from benchmarks.peers import PEERS
 
@@ -23,6 +24,8 @@ class Options:
         only_peers: Peers to measure; empty: all.
         report: Called with a line about the progress.
         where: Tags of the cases to measure, as text: ``{"ranks": "2"}``.
+        folder: Folder for the results.
+        add: Whether to keep what an earlier run has measured.
     """
 
     quick: bool = False
@@ -30,6 +33,8 @@ class Options:
     only_peers: tuple[str, ...] = ()
     report: Callable[[str], None] = lambda text: None
     where: dict[str, str] = field(default_factory=dict)
+    folder: Path = Path()
+    add: bool = False
 
     def wants(self, **tags: object) -> bool:
         """Whether to measure a case with these tags."""

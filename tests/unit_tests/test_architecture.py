@@ -43,7 +43,7 @@ BUDGETS = {
     "megatron/fsdp/state": 530,
     "megatron/fsdp/tools": 3_280,
     "megatron_fsdp": 150,
-    "tests": 36_800,
+    "tests": 37_000,
 }
 
 # Phrases, as regular expressions, and the word that people of this field search for.
