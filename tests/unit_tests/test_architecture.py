@@ -25,7 +25,7 @@ BUDGETS = {
     "megatron/fsdp/api": 590,
     "megatron/fsdp/buffers": 1_480,
     "megatron/fsdp/checkpoint": 2_280,
-    "megatron/fsdp/comm": 1_000,
+    "megatron/fsdp/comm": 1_025,
     "megatron/fsdp/convert": 3_960,
     "megatron/fsdp/dtensor": 1_010,
     "megatron/fsdp/fsdp2": 650,
@@ -42,8 +42,9 @@ BUDGETS = {
     "megatron/fsdp/sharding": 710,
     "megatron/fsdp/state": 530,
     "megatron/fsdp/tools": 3_280,
+    "megatron/fsdp/tools/predict": 910,
     "megatron_fsdp": 150,
-    "tests": 37_000,
+    "tests": 37_150,
 }
 
 # Phrases, as regular expressions, and the word that people of this field search for.

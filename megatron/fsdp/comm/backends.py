@@ -1,12 +1,48 @@
 """Capabilities of devices and of process groups' backends. No module outside this package compares their names."""
 
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 HOST = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """The backend and device that CPU tensors and the fake backend stand for while a step is simulated.
+
+    Attributes:
+        backend: Name of the backend.
+        runs_ahead: The host goes on while the device computes.
+        stream: Returns the communication stream with a name.
+    """
+
+    backend: str
+    runs_ahead: bool
+    stream: Callable[[str], Any]
+
+
+_simulated: list[Simulated] = []
+
+
+@contextmanager
+def simulate(what: Simulated) -> Iterator[None]:
+    """Let process groups of the fake backend stand for others within the context."""
+    _simulated.append(what)
+    try:
+        yield
+    finally:
+        _simulated.pop()
+
+
+def simulation() -> Simulated | None:
+    """The present simulation; None if there is none."""
+    return _simulated[-1] if _simulated else None
 
 
 @dataclass(frozen=True)
@@ -54,7 +90,9 @@ class Backend:
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Backend:
     """The backend of ``group`` for tensors on ``device``; its name is empty if the group has none for them."""
-    return Backend(_names(group).get(device.type, ""), device.type == HOST.type)
+    if _simulated:
+        return Backend(_simulated[-1].backend, is_on_host(device))
+    return Backend(_names(group).get(device.type, ""), is_on_host(device))
 
 
 def moves_data(group: dist.ProcessGroup) -> bool:
@@ -91,12 +129,17 @@ def is_communication_error(error: BaseException) -> bool:
 
 def runs_ahead(device: torch.device) -> bool:
     """True if the host goes on while ``device`` computes."""
-    return device.type == "cuda"
+    return device.type == "cuda" or bool(_simulated and _simulated[-1].runs_ahead)
+
+
+def pins_memory(device: torch.device) -> bool:
+    """True if host memory that ``device`` reads has to be pinned, so that copies do not block the host."""
+    return runs_ahead(device) and not _simulated
 
 
 def is_on_host(device: torch.device) -> bool:
     """True if tensors on ``device`` are in host memory."""
-    return device.type == HOST.type
+    return device.type == HOST.type and not runs_ahead(device)
 
 
 def local_device(device: torch.device | str) -> torch.device:
@@ -106,6 +149,8 @@ def local_device(device: torch.device | str) -> torch.device:
     launchers set, says which one, so that the ranks of a machine do not all compute on the first device.
     """
     device = torch.device(device)
+    if _simulated:
+        return device
     if runs_ahead(device) and not torch.cuda.is_available():
         raise ValueError(f"device: got {str(device)!r}, but torch finds no CUDA device. Leave it out to use the CPU.")
     if not runs_ahead(device) or device.index is not None:

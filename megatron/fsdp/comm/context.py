@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megatron.fsdp.comm.backends import is_on_host, moves_data, runs_ahead
+from megatron.fsdp.comm.backends import is_on_host, moves_data, pins_memory, runs_ahead
 from megatron.fsdp.comm.collectives import all_reduce, collectives_of
 from megatron.fsdp.comm.journal import Channel, report_on_failure
 from megatron.fsdp.comm.streams import Stream, communication_stream
@@ -76,7 +76,7 @@ class CommContext:
 
     def main_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A new flat tensor on the main weights' device. Copies to it and from it do not block the host."""
-        pinned = is_on_host(self.main_device) and runs_ahead(self.device)
+        pinned = is_on_host(self.main_device) and pins_memory(self.device)
         return torch.empty(numel, dtype=dtype, device=self.main_device, pin_memory=pinned)
 
     def finish_offload(self) -> None:
@@ -143,7 +143,7 @@ class SetFlags:
 
     def __init__(self, flags: list[bool], context: CommContext, groups: Sequence[dist.ProcessGroup]) -> None:
         # From pageable memory, or to it, a copy would make the host wait for the device.
-        self._flags = torch.tensor(flags, dtype=torch.uint8, pin_memory=runs_ahead(context.device))
+        self._flags = torch.tensor(flags, dtype=torch.uint8, pin_memory=pins_memory(context.device))
         self.handle = context.stream.run(functools.partial(_reduce, self._flags, context.device, groups))
 
     def read(self) -> list[bool]:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.fsdp.comm.backends import is_on_host, moves_data, runs_ahead
+from megatron.fsdp.comm.backends import is_on_host, moves_data, runs_ahead, simulation
 from megatron.fsdp.comm.process_groups import new_group, timeout_of
 
 logger = logging.getLogger(__name__)
@@ -342,6 +342,9 @@ def communication_stream(device: torch.device, group: dist.ProcessGroup, name: s
         name: Of the stream, if there are several. On a CPU, the collectives of two streams are ordered only if they use
             different groups.
     """
+    if (simulated := simulation()) is not None:
+        found: Stream = simulated.stream(name)
+        return found
     if is_on_host(device) and not moves_data(group):
         return _STREAMS.setdefault(("fake", None, ""), InlineStream())
     watch_end()

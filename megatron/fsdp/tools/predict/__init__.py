@@ -1,28 +1,29 @@
 """Predicts memory and time of a training step without running it: the engine itself runs, on tensors without memory."""
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from megatron.fsdp.config import FSDPConfig
-from megatron.fsdp.tools.predict.machine import Calibration, Device, Link, Topology, calibrate
+from megatron.fsdp.module import ShardedModel
+from megatron.fsdp.optim.hooks import attach_optimizer
+from megatron.fsdp.sharding.mesh import MeshIndex
+from megatron.fsdp.tools.predict.calibration import calibrate
+from megatron.fsdp.tools.predict.ghosts import Cost
+from megatron.fsdp.tools.predict.machine import Calibration, Device, Link, Topology
+from megatron.fsdp.tools.predict.play import Allocation, Simulation, in_program_order
+from megatron.fsdp.tools.predict.record import LabelledMemory, Mark, Message, Recorder, fake_ranks
+from megatron.fsdp.tools.program import output_loss
+from megatron.fsdp.tools.trace.clock import HostClock
+from megatron.fsdp.tools.trace.recorder import StepRecorder
 from megatron.fsdp.tools.trace.spans import RankTrace
 
 __all__ = ["Calibration", "Device", "Link", "Moment", "Prediction", "Topology", "calibrate", "predict"]
-
-CATEGORIES = (
-    "shards",
-    "unsharded units",
-    "gradients",
-    "optimizer",
-    "activations",
-    "logits",
-    "temporary",
-    "communication buffers",
-)
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,8 @@ class Moment:
     Attributes:
         seconds: Since the step began.
         module: Name of the module that computes; "optimizer" in the optimizer's step.
-        bytes: By category, one of ``CATEGORIES``.
+        bytes: By category: shards, unsharded units, gradients, optimizer, activations, logits, temporary,
+            communication buffers.
     """
 
     seconds: float
@@ -96,4 +98,108 @@ def predict(  # noqa: PLR0913 - each is a part of the question
         RuntimeError: ``torch.distributed`` is initialized with a process group that moves data.
         NotImplementedError: The model reads values of activations on the host. The message names the operation.
     """
-    raise NotImplementedError
+    links = link if isinstance(link, tuple) else (link, link)
+    recorder = Recorder("nccl" if device.runs_ahead else "gloo", device.runs_ahead)
+    with fake_ranks(ranks.size):
+        mesh = init_device_mesh("cpu", (ranks.outer, ranks.inner), mesh_dim_names=("dp_outer", "dp_shard"))
+        with recorder.active():
+            index = MeshIndex(mesh, "dp_shard", "dp_outer" if ranks.outer > 1 else None)
+            model = ShardedModel(model_fn(), config, index, list(units))
+            made = optimizer(model.parameters())
+            attach_optimizer(made)
+            steps = _Steps(recorder, model, made, batch_fn, loss or output_loss, micro_batches)
+            # The first step allocates state and records the plan, and the second one is the first to follow it.
+            for number in range(3):
+                steps.run(record=number == 2)
+    return _played(steps, recorder, links, ranks, device)
+
+
+def _played(
+    steps: "_Steps", recorder: Recorder, links: tuple[Link, Link], ranks: Topology, device: Device
+) -> Prediction:
+    def link_of(message: Message) -> Link:
+        return links[1] if message.step >= ranks.inner or message.ranks > ranks.inner else links[0]
+
+    simulation = Simulation(device, link_of, ranks.per_host or ranks.size)
+    simulation.play(recorder.program)
+    begin, end = steps.begin.seconds, steps.end.seconds
+    found = in_program_order(recorder.program) if device.runs_ahead else simulation.allocations
+    timeline = moments(found, begin, end)
+    trace = dataclasses.replace(steps.recorder.trace(0), device=device.name)
+    peak = max(timeline, key=lambda moment: moment.total)
+    return Prediction(end - begin, trace, timeline, peak, steps.flops)
+
+
+def moments(allocations: Iterable[Allocation], begin: float, end: float) -> list[Moment]:
+    """The live bytes after every change between two times. Smaller changes at one time and place are one."""
+    live: dict[str, int] = {}
+    found: list[Moment] = []
+    for seconds, memory, change, label in allocations:
+        if begin <= seconds <= end and not found:
+            found.append(Moment(0.0, label, dict(live)))
+        live[memory.category] = live.get(memory.category, 0) + change
+        if begin <= seconds <= end:
+            found.append(Moment(seconds - begin, label, dict(live)))
+    return found
+
+
+class _Clock(HostClock):
+    """The time of the simulation."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def mark(self) -> Mark:
+        return self._recorder.mark()
+
+    def time(self, mark: Mark) -> int:
+        return round(mark.seconds * 1e9)
+
+
+class _Steps:
+    """Training steps on ghosts, and what their memory is for.
+
+    Attributes:
+        begin: The start of the recorded step.
+        end: Its end.
+        recorder: Its spans.
+        flops: Its floating-point operations.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        model: ShardedModel,
+        optimizer: torch.optim.Optimizer,
+        batch_fn: Callable[[], Any],
+        loss: Callable[[nn.Module, Any], torch.Tensor],
+        micro_batches: int,
+    ) -> None:
+        self._recorder, self._model, self._optimizer = recorder, model, optimizer
+        self._batch_fn, self._loss, self._micro_batches = batch_fn, loss, micro_batches
+        self.flops = 0
+        self._labels = LabelledMemory(recorder, model.module, model.engine)
+
+    def run(self, record: bool) -> None:
+        """Run a step."""
+        recorder, labels = self._recorder, self._labels
+        first = len(recorder.program)
+        self.begin = recorder.mark("forward")
+        if record:
+            self.recorder = StepRecorder(self._model.engine, _Clock(recorder))
+            self.recorder.start()
+        for _ in range(self._micro_batches):
+            with labels.forward():
+                loss = self._loss(self._model, self._batch_fn())
+            labels.begin_backward()
+            loss.backward()
+            del loss
+        recorder.mark("optimizer")
+        labels.label(self._optimizer)
+        self._optimizer.step()
+        labels.label(self._optimizer)
+        self._optimizer.zero_grad()
+        self.end = recorder.mark("")
+        if record:
+            self.recorder.stop()
+        self.flops = sum(entry.flops for entry in recorder.program[first:] if isinstance(entry, Cost))

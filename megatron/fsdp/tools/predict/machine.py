@@ -1,9 +1,11 @@
-"""What a prediction assumes of a machine: its device, its links, and how many ranks share them."""
+"""The machine that a prediction assumes: its device, its links, and how many ranks share them."""
 
 import dataclasses
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from megatron.fsdp.tools.predict.ghosts import Cost
 
 
 @dataclass(frozen=True)
@@ -34,11 +36,13 @@ class Link:
         name: For messages.
         bandwidth: Bytes per second of one rank, without the protocol's headers.
         latency: Seconds from the first byte sent to the first byte received.
+        ranks_per_hop: Neighbouring ranks of the axis between which the latency does not count, as in one host.
     """
 
     name: str
     bandwidth: float
     latency: float
+    ranks_per_hop: int = 1
 
 
 @dataclass(frozen=True)
@@ -51,11 +55,13 @@ class Device:
         flops: Peak floating-point operations per second, by dtype ("float32", "bfloat16", "float8").
         bandwidth: Bytes per second of its memory.
         efficiency: Part of the peak that an operation reaches, by kind: "matmul", "attention", "memory".
-        launch: Seconds that the smallest operation takes.
+        launch: Seconds that the smallest operation takes; on a CPU, what the framework adds to each operation.
         runs_ahead: The host issues work that the device runs later, on streams, as with CUDA.
         cores: Cores of one host, which its ranks share; None for a GPU.
         send_seconds: Seconds of a core per byte that is sent or received. 0 for a GPU.
         message_seconds: Seconds of a core per message. 0 for a GPU.
+        measured: Seconds of operators, measured, by "name dtype": pairs of work and seconds, sorted. Work is
+            floating-point operations of matmuls and attention, and bytes of others.
     """
 
     name: str
@@ -68,11 +74,37 @@ class Device:
     cores: float | None = None
     send_seconds: float = 0.0
     message_seconds: float = 0.0
+    measured: dict[str, list[list[float]]] = field(default_factory=dict)
+
+    def seconds(self, cost: Cost) -> float:
+        """Time of an operator that nothing else slows down."""
+        work = float(cost.bytes if cost.kind == "memory" else cost.flops)
+        table = self.measured.get(f"{cost.name} {cost.dtype}") or self.measured.get(f"{cost.kind} {cost.dtype}")
+        if table:
+            return _interpolated(table, work) + (0.0 if self.runs_ahead else self.launch)
+        moved = cost.bytes / (self.bandwidth * self.efficiency.get("memory", 1.0))
+        if cost.kind == "memory":
+            return self.launch + moved
+        peak = self.flops.get(cost.dtype) or max(self.flops.values())
+        return self.launch + max(cost.flops / (peak * self.efficiency.get(cost.kind, 1.0)), moved)
+
+
+def _interpolated(table: list[list[float]], work: float) -> float:
+    """Seconds between the measured ones, and in proportion to the work beyond the largest."""
+    last_work, last = table[-1]
+    if work >= last_work:
+        return last * work / last_work
+    before, earlier = 0.0, table[0][1]
+    for upper, seconds in table:
+        if work <= upper:
+            return earlier + (seconds - earlier) * (work - before) / max(upper - before, 1.0)
+        before, earlier = upper, seconds
+    return last
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """What :func:`calibrate` has measured.
+    """Results of :func:`calibrate`.
 
     Attributes:
         device: Speed of the device.
@@ -91,16 +123,3 @@ class Calibration:
         """Read what :meth:`save` has written."""
         found = json.loads(Path(path).read_text())
         return cls(Device(**found["device"]), None if found["link"] is None else Link(**found["link"]))
-
-
-def calibrate(*, seconds: float = 20.0, dtypes: tuple[str, ...] = ("float32", "bfloat16")) -> Calibration:
-    """Measure operations, and links if ``torch.distributed`` is initialized, where this process runs.
-
-    No model is run: matrices, copies and messages of several sizes are timed. With process groups, all ranks must call
-    it. Each result is the median of several rounds.
-
-    Args:
-        seconds: Time to spend, about.
-        dtypes: Names of the dtypes to measure.
-    """
-    raise NotImplementedError

@@ -1,0 +1,219 @@
+"""Measures how fast operators and messages are where this process runs."""
+
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+
+from megatron.fsdp.comm import gloo
+from megatron.fsdp.tools.predict.ghosts import Cost, Ghosts
+from megatron.fsdp.tools.predict.machine import Calibration, Device, Link
+
+aten = torch.ops.aten
+# Elements of the operands of operators that are not matmuls, from launch-bound to larger than caches.
+_SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 21)
+# Rows, columns and inner dimension of matmuls.
+_PRODUCTS = ((16, 16, 16), (64, 64, 64), (128, 256, 128), (256, 512, 512), (512, 1024, 1024), (1024, 2048, 1024))
+_OF_KIND = ("copy_", "mm", "_scaled_dot_product_flash_attention_for_cpu")
+_MESSAGES = (1 << 12, 1 << 16, 1 << 20, 1 << 23)
+
+
+def calibrate(*, seconds: float = 20.0, dtypes: tuple[str, ...] = ("float32", "bfloat16")) -> Calibration:
+    """Measure operators, and messages if ``torch.distributed`` is initialized, where this process runs.
+
+    No model is run: matrices, copies and messages of several sizes are timed. With process groups, all ranks must call
+    it. Each result is the median of several rounds.
+
+    Args:
+        seconds: Time to spend, about.
+        dtypes: Names of the dtypes to measure.
+    """
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    cases = [case for name in dtypes for case in _cases(getattr(torch, name), device)]
+    measured: dict[str, list[list[float]]] = {}
+    for call in cases:
+        cost = _cost(call)
+        if cost is None:
+            continue
+        work = float(cost.bytes if cost.kind == "memory" else cost.flops)
+        taken = _time(call, device, 0.6 * seconds / len(cases))
+        for key in (f"{cost.name} {cost.dtype}", f"{cost.kind} {cost.dtype}"):
+            # The table of a kind has its fastest operators: copies and the largest matmuls.
+            if key.startswith(f"{cost.kind} ") and cost.name not in (
+                "copy_",
+                "mm",
+                "_scaled_dot_product_flash_attention",
+            ):
+                continue
+            measured.setdefault(key, []).append([work, taken])
+    for table in measured.values():
+        table.sort()
+    link, send, message = _network(device, 0.4 * seconds) if dist.is_initialized() else (None, 0.0, 0.0)
+    on_host = device.type == "cpu"
+    copies = measured[f"copy_ {dtypes[0]}"][-1]
+    peak = {name: max(work / taken for work, taken in measured[f"mm {name}"]) for name in dtypes}
+    found = Device(
+        "cpu" if on_host else torch.cuda.get_device_name(device),
+        None if on_host else torch.cuda.get_device_properties(device).total_memory,
+        peak,
+        copies[0] / copies[1],
+        launch=_overhead(device),
+        runs_ahead=not on_host,
+        cores=float(len(os.sched_getaffinity(0))) if on_host else None,
+        send_seconds=send,
+        message_seconds=message,
+        measured=measured,
+    )
+    return Calibration(found, link)
+
+
+def _cases(dtype: torch.dtype, device: torch.device) -> Iterator[Callable[[], Any]]:
+    """Calls of one operator each. Their operands exist, so that only the operator is timed."""
+
+    def make(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=device).to(dtype)
+
+    for rows, columns, inner in _PRODUCTS:
+        a, b, c = make(rows, inner), make(inner, columns), make(columns)
+        yield lambda a=a, b=b: aten.mm(a, b)  # type: ignore[misc]
+        yield lambda a=a, b=b, c=c: aten.addmm(c, a, b)  # type: ignore[misc]
+        x, y = make(4, rows, inner), make(4, inner, columns)
+        yield lambda x=x, y=y: aten.bmm(x, y)  # type: ignore[misc]
+    for size in _SIZES:
+        yield from _elementwise(make, size)
+    for length in (32, 128, 512) if device.type == "cpu" else ():
+        q = make(2, 8, length, 64)
+        out, *rest = aten._scaled_dot_product_flash_attention_for_cpu(q, q, q, 0.0, True)
+        yield lambda q=q: aten._scaled_dot_product_flash_attention_for_cpu(q, q, q, 0.0, True)  # type: ignore[misc]
+        yield lambda q=q, o=out, r=rest[0]: (  # type: ignore[misc]
+            aten._scaled_dot_product_flash_attention_for_cpu_backward(o, q, q, q, o, r, 0.0, True)
+        )
+
+
+def _elementwise(make: Callable[..., torch.Tensor], size: int) -> Iterator[Callable[[], Any]]:
+    width = 256 if size >= 1 << 14 else 32
+    a, b, w = make(size // width, width), make(size // width, width), make(width)
+    unary = [aten.gelu, aten.relu, aten.silu, aten.tanh, aten.exp, aten.sqrt, aten.mul, aten.add, aten.pow, aten.rsqrt]
+    for op in unary:
+        given = (a, b) if op in (aten.mul, aten.add) else (a, 2) if op is aten.pow else (a,)
+        yield lambda op=op, given=given: op(*given)  # type: ignore[misc]
+    calls: tuple[tuple[Any, tuple[Any, ...]], ...] = (
+        (aten.add_, (a, b)),
+        (aten.mul_, (a, 1.0)),
+        (aten.copy_, (a, b)),
+        (aten.zero_, (torch.empty_like(a),)),
+        (aten.lerp_, (a, b, 0.5)),
+        (aten.addcmul_, (a, b, b)),
+        (aten.addcdiv_, (a, b, torch.ones_like(b))),
+        (aten.div, (a, b)),
+        (aten.clone, (a,)),
+        (aten.gelu_backward, (a, b)),
+        (aten.silu_backward, (a, b)),
+        (aten.threshold_backward, (a, b, 0)),
+        (aten.sum, (a, [0])),
+        (aten.mean, (a, [1])),
+        (aten._softmax, (a, 1, False)),
+        (aten._log_softmax, (a, 1, False)),
+        (aten._softmax_backward_data, (a, b, 1, a.dtype)),
+        (aten._log_softmax_backward_data, (a, b, 1, a.dtype)),
+    )
+    for op, given in calls:
+        yield lambda op=op, given=given: op(*given)  # type: ignore[misc]
+    yield lambda: aten._to_copy(a, dtype=torch.float32 if a.dtype != torch.float32 else torch.bfloat16)
+    out, mean, rstd = aten.native_layer_norm(a, [width], w, w, 1e-5)
+    yield lambda: aten.native_layer_norm(a, [width], w, w, 1e-5)
+    yield lambda: aten.native_layer_norm_backward(b, a, [width], mean, rstd, w, w, [True, True, True])
+    yield lambda: aten._foreach_copy_([a], [b])
+    rows = torch.arange(size // width) % max(size // width // 2, 1)
+    rows = rows.to(a.device)
+    yield lambda: functional.embedding(rows, a)
+    yield lambda: aten.embedding_dense_backward(b, rows, size // width, -1, False)
+
+
+def _cost(call: Callable[[], Any]) -> Cost | None:
+    """The cost of the one operator that is called, as a recording would have it."""
+    costs: list[Cost] = []
+    with Ghosts(costs.append, lambda *_: None, lambda *_: None):
+        call()
+    return max(costs, key=lambda cost: cost.flops + cost.bytes, default=None)
+
+
+def _time(call: Callable[[], Any], device: torch.device, seconds: float) -> float:
+    """Median seconds of a call."""
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    call()
+    wait()
+    rounds: list[float] = []
+    end, number = time.perf_counter() + seconds, 1
+    while len(rounds) < 3 or (time.perf_counter() < end and len(rounds) < 200):
+        start = time.perf_counter()
+        for _ in range(number):
+            call()
+        wait()
+        rounds.append((time.perf_counter() - start) / number)
+        if len(rounds) == 1 and rounds[0] < 1e-4:
+            number = math.ceil(2e-4 / max(rounds.pop(), 1e-6))
+    return statistics.median(rounds)
+
+
+def _overhead(device: torch.device) -> float:
+    """Seconds that autograd and Python add to an operator on a CPU; on a GPU, those of the smallest operator."""
+    start, length = torch.ones(1, device=device, requires_grad=True), 100
+
+    def chain() -> None:
+        value = start
+        for _ in range(length):
+            value = value * 1.0
+        value.backward()
+
+    per_operator = _time(chain, device, 0.2) / (2 * length)
+    alone = _time(lambda: aten.mul(start.detach(), 1.0), device, 0.1)
+    return max(per_operator - alone, 0.0) if device.type == "cpu" else alone
+
+
+def _network(device: torch.device, seconds: float) -> tuple[Link | None, float, float]:
+    """The link between all ranks, and the core's seconds per byte and per message."""
+    group = dist.group.WORLD
+    assert group is not None
+    ranks = group.size()
+    if ranks == 1:
+        return None, 0.0, 0.0
+    points = []
+    for size in _MESSAGES:
+        flat = torch.zeros(size // 4 * ranks, device=device)
+        own = flat[size // 4 * group.rank() : size // 4 * (group.rank() + 1)]
+        walls, cores = [], []
+        number = torch.tensor(5, device=device)
+        for _ in range(int(number)):
+            dist.barrier()
+            wall, core = time.perf_counter(), time.process_time()
+            gloo.all_gather(flat, own, group) if device.type == "cpu" else dist.all_gather_into_tensor(flat, own)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            walls.append(time.perf_counter() - wall)
+            cores.append(time.process_time() - core)
+        points.append((size * (ranks - 1), statistics.median(walls), statistics.median(cores)))
+    rates = torch.tensor(_fitted(points), dtype=torch.float64, device=device)
+    dist.all_reduce(rates)
+    per_byte, latency, core_per_byte, core = (rates / ranks).tolist()
+    on_host = device.type == "cpu"
+    link = Link("measured", 1 / max(per_byte, 1e-15), max(latency, 0.0))
+    messages = 2 * (ranks - 1)
+    return link, core_per_byte / 2 if on_host else 0.0, core / messages if on_host else 0.0
+
+
+def _fitted(points: list[tuple[int, float, float]]) -> list[float]:
+    """Seconds per byte and at no bytes, of wall clock and core, from the smallest and the largest message."""
+    (small, wall, core), (large, longer, more) = points[0], points[-1]
+    per_byte, core_per_byte = (longer - wall) / (large - small), (more - core) / (large - small)
+    return [per_byte, wall - per_byte * small, max(core_per_byte, 0.0), max(core - core_per_byte * small, 0.0)]

@@ -1,0 +1,296 @@
+"""Runs torch's operators on tensors that have addresses and no contents, and notes what each of them would cost.
+
+A *ghost* is a plain CPU tensor whose memory is allocated and never touched, so the operating system gives it no pages.
+Unlike ``FakeTensor``, it is no subclass: the engine moves, resizes and compares its storages as it always does.
+Operators on floating-point numbers are not computed. Operators on integers and booleans only are: routing and indexing
+depend on their values. Where such values come from floating-point numbers, as the experts of a token do, they are
+spread evenly.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils import flop_counter
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+aten = torch.ops.aten
+
+
+class Cost(NamedTuple):
+    """Floating-point operations and bytes of an operator, on any device.
+
+    Attributes:
+        name: Name of the operator.
+        kind: "matmul", "attention" or "memory".
+        dtype: Of what it computes, such as "bfloat16".
+        flops: Floating-point operations.
+        bytes: Bytes that it reads and writes.
+    """
+
+    name: str
+    kind: str
+    dtype: str
+    flops: int
+    bytes: int
+
+
+def _cpu_attention(query: Any, key: Any, value: Any, *rest: Any, out_val: Any = None, **kwargs: Any) -> int:
+    return int(flop_counter.sdpa_flop_count(query.shape, key.shape, value.shape))
+
+
+def _cpu_attention_backward(grad: Any, query: Any, key: Any, value: Any, *rest: Any, **kwargs: Any) -> int:
+    return int(flop_counter.sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape))
+
+
+_ATTENTION = {
+    aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _cpu_attention_backward,
+}
+# Operators that only change which memory a tensor has.
+_OF_STORAGE = {aten.set_, aten.resize_, aten.lift_fresh}
+# Their integer results say where values lie: these are spread evenly.
+_CHOOSING = {aten.topk, aten.argmax, aten.sort, aten.argsort, aten.max, aten.multinomial}
+# They read as many rows of their first argument as they return.
+_GATHERING = {aten.embedding, aten.index_select, aten.index, aten.gather}
+# More elements than this are not computed, whatever their dtype.
+MOST_COMPUTED = 1 << 26
+
+
+class Memory:
+    """One storage: its bytes, and what they are for."""
+
+    __slots__ = ("nbytes", "category", "reference", "born")
+
+    def __init__(self, category: str, born: int) -> None:
+        self.nbytes = 0
+        self.category = category
+        self.born = born
+        self.reference: Any = None
+
+
+class Ghosts(TorchDispatchMode):
+    """While active, operators make ghosts.
+
+    Args:
+        on_operator: Called with the cost of every operator that takes time.
+        on_collective: Called with the name and the arguments of every collective.
+        on_memory: Called with a storage and the change of its bytes.
+
+    Attributes:
+        category: What memory is for that is allocated now.
+        operators: How many operators have run.
+    """
+
+    def __init__(
+        self,
+        on_operator: Callable[[Cost], None],
+        on_collective: Callable[[str, tuple[Any, ...]], None],
+        on_memory: Callable[[Memory, int], None],
+    ) -> None:
+        super().__init__()
+        self._on_operator, self._on_collective, self._on_memory = on_operator, on_collective, on_memory
+        self._memory: dict[int, Memory] = {}
+        self._results: dict[Any, Any] = {}
+        self._dead: list[Memory] = []
+        self.category = "temporary"
+        self.operators = 0
+
+    # Memory ----------------------------------------------------------------------------------------------------
+
+    def memory_of(self, storage: torch.UntypedStorage) -> Memory:
+        """The record of a storage, which is made when it is seen for the first time."""
+        key = storage._cdata
+        found = self._memory.get(key)
+        if found is None:
+            found = self._memory[key] = Memory(self.category, self.operators)
+            found.reference = weakref.ref(storage, lambda _: self._freed(key))
+        return found
+
+    def _freed(self, key: int) -> None:
+        memory = self._memory.pop(key)
+        self._set(memory, 0)
+        self._dead.append(memory)
+
+    def freed_since(self, born: int) -> list[Memory]:
+        """Forget the storages that have been freed, and return those that were made after ``born`` operators."""
+        dead, self._dead = self._dead, []
+        return [memory for memory in dead if memory.born >= born]
+
+    def _set(self, memory: Memory, nbytes: int) -> None:
+        if nbytes != memory.nbytes:
+            change, memory.nbytes = nbytes - memory.nbytes, nbytes
+            self._on_memory(memory, change)
+
+    def see(self, tensor: torch.Tensor) -> None:
+        """Count the memory of a tensor."""
+        storage = tensor.untyped_storage()
+        self._set(self.memory_of(storage), storage.nbytes())
+
+    @contextmanager
+    def follow_storages(self) -> Iterator[None]:
+        """Count memory that storages get and lose by themselves."""
+        swap, ghosts = getattr(torch.UntypedStorage, "_swap_data_ptr_", None), self
+        own_resize: Any = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> None:
+            own_resize(storage, size)
+            ghosts._set(ghosts.memory_of(storage), storage.nbytes())
+
+        def _swap_data_ptr_(storage: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
+            swap(storage, other)  # type: ignore[misc]
+            first, second = ghosts.memory_of(storage), ghosts.memory_of(other)
+            # Nothing is allocated or freed, so the sum must not change in between.
+            change = second.nbytes - first.nbytes
+            first.nbytes, second.nbytes = second.nbytes, first.nbytes
+            ghosts._on_memory(first, change)
+            ghosts._on_memory(second, -change)
+
+        given = {"resize_": resize_, **({"_swap_data_ptr_": _swap_data_ptr_} if swap else {})}
+        for name, function in given.items():
+            setattr(torch.UntypedStorage, name, function)
+        try:
+            yield
+        finally:
+            for name in given:
+                delattr(torch.UntypedStorage, name)
+
+    # Operators -------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if any(issubclass(cls, DTensor) for cls in types):
+            return NotImplemented  # it calls operators on its local tensor
+        kwargs = kwargs or {}
+        packet = func._overloadpacket
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self._on_collective(packet.__name__, args)
+            return func(*args, **kwargs)
+        if func.is_view or packet in _OF_STORAGE:
+            result = func(*args, **kwargs)
+            for tensor in tree_leaves(result):
+                self.see(tensor)
+            return result
+        if func.namespace == "profiler":
+            return func(*args, **kwargs)
+        if func is aten._local_scalar_dense.default:
+            return 1.0 if args[0].is_floating_point() else func(*args)
+        self.operators += 1
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        result = self._result(func, packet, args, kwargs, given)
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        for tensor in made:
+            self.see(tensor)
+        self._on_operator(self._cost(packet, args, kwargs, given, made, result))
+        return result
+
+    def _result(self, func: Any, packet: Any, args: tuple, kwargs: dict[str, Any], given: list[torch.Tensor]) -> Any:
+        if not any(_is_real(tensor) for tensor in given):
+            dtype = kwargs.get("dtype")
+            asked = dtype is not None and (dtype.is_floating_point or dtype.is_complex)
+            if given and not asked and sum(tensor.numel() for tensor in given) < MOST_COMPUTED:
+                return func(*args, **kwargs)
+        if not func._schema.returns:
+            return None
+        written = _written(func, args, kwargs)
+        if written is not None:
+            return written
+        if not given:
+            return self._factory(func, args, kwargs)
+        return self._ghost(func, packet, args, kwargs)
+
+    def _factory(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        with torch.device("meta"):
+            shape = func(*args, **{**kwargs, "device": torch.device("meta")})
+        if _is_real(shape):
+            return torch.empty_strided(shape.shape, shape.stride(), dtype=shape.dtype)
+        return func(*args, **kwargs)
+
+    def _ghost(self, func: Any, packet: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        key: Any = (func, _key(args), _key(tuple(kwargs.items())))
+        try:
+            result = self._results.get(key)
+        except TypeError:
+            key, result = None, None
+        if result is None:
+            kwargs_on_meta = {**kwargs, "device": torch.device("meta")} if "device" in kwargs else kwargs
+            try:
+                result = func(*_on_meta(args), **_on_meta(kwargs_on_meta))
+            except NotImplementedError as error:
+                raise NotImplementedError(
+                    f"The step cannot be predicted: operator {func} has no shapes without computing ({error})."
+                ) from error
+            if key is not None:
+                self._results[key] = result
+        spread = packet in _CHOOSING
+        return tree_map_only(torch.Tensor, lambda shape: _made(shape, spread, args), result)
+
+    def _cost(
+        self,
+        packet: Any,
+        args: tuple,
+        kwargs: dict[str, Any],
+        given: list[torch.Tensor],
+        made: list[torch.Tensor],
+        result: Any,
+    ) -> Cost:
+        count: Any = _ATTENTION.get(packet) or flop_counter.flop_registry.get(packet)
+        flops = 0 if count is None else int(count(*args, **kwargs, out_val=result))
+        read = given[1:] if packet in _GATHERING else given
+        # In place operators return what they have been given. Expanded tensors are read once.
+        size = sum(min(t.nbytes, t.untyped_storage().nbytes()) for t in (*read, *(made or given[:1])))
+        name = packet.__name__
+        kind = "memory" if count is None else "attention" if "attention" in name else "matmul"
+        dtypes = [t.dtype for t in (*given, *made) if t.dtype.is_floating_point]
+        dtype = min(dtypes, key=lambda d: d.itemsize) if dtypes else torch.int64
+        return Cost(name, kind, str(dtype).removeprefix("torch."), flops, size)
+
+
+def _is_real(value: Any) -> bool:
+    """Whether a tensor has floating-point numbers, which are not computed."""
+    return value.dtype.is_floating_point or value.dtype.is_complex
+
+
+def _key(values: Any) -> Any:
+    def part(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.shape, value.stride(), value.dtype
+        if isinstance(value, list | tuple):
+            return tuple(part(each) for each in value)
+        return (type(value), value)
+
+    return part(values)
+
+
+def _on_meta(values: Any) -> Any:
+    def meta(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+    return tree_map_only(torch.Tensor, meta, values)
+
+
+def _made(shape: torch.Tensor, spread: bool, args: tuple) -> torch.Tensor:
+    made = torch.empty_strided(shape.shape, shape.stride(), dtype=shape.dtype)
+    if _is_real(shape) or made.numel() > MOST_COMPUTED:
+        return made
+    if spread and shape.dtype == torch.int64 and args[0].dim():
+        size = args[0].shape[-1] or 1
+        return made.copy_(torch.arange(made.numel()).view(made.shape) % size)
+    return made.zero_()
+
+
+def _written(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """The arguments that an operator writes and returns; None for one that makes new tensors."""
+    returns = func._schema.returns
+    arguments = func._schema.arguments
+    if any(r.alias_info is None for r in returns):
+        return None
+    values = {a.name: v for a, v in zip(arguments, args, strict=False)} | kwargs
+    names = {frozenset(a.alias_info.before_set): a.name for a in arguments if a.alias_info is not None}
+    found = [values.get(names.get(frozenset(r.alias_info.before_set), "")) for r in returns]
+    return found[0] if len(found) == 1 else tuple(found)

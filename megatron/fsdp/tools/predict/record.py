@@ -1,0 +1,319 @@
+"""Runs training steps of the engine itself on ghosts, and records what each stream would do."""
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from megatron.fsdp.comm import gloo
+from megatron.fsdp.comm.backends import Simulated, simulate
+from megatron.fsdp.comm.collectives import SENDS
+from megatron.fsdp.comm.streams import Handle, Stream, Task
+from megatron.fsdp.dtensor.ragged_dtensor import local_shard
+from megatron.fsdp.runtime.engine import Engine
+from megatron.fsdp.tools.predict.ghosts import Cost, Ghosts, Memory
+from megatron.fsdp.tools.trace.recorder import Replacements
+
+
+class Change(NamedTuple):
+    """Bytes that are allocated, or freed if negative."""
+
+    memory: Memory
+    bytes: int
+
+
+class Message(NamedTuple):
+    """A collective.
+
+    Attributes:
+        name: Name of the operator.
+        ranks: Number of ranks.
+        step: Distance of neighbouring ranks, which says which axis it is.
+        bytes: Size of the full buffer.
+        number: Number of messages, if it is made of sends; else 0.
+        meanwhile: Operators that run in its course, such as sums of what arrives.
+    """
+
+    name: str
+    ranks: int
+    step: int
+    bytes: int
+    number: int = 0
+    meanwhile: tuple[Cost, ...] = ()
+
+
+@dataclass(eq=False)
+class Mark:
+    """A place of which the time is asked for.
+
+    Attributes:
+        label: What computes from here on; None if that does not change.
+        seconds: The time, after the simulation.
+    """
+
+    label: str | None = None
+    seconds: float = 0.0
+
+
+@dataclass(eq=False)
+class Work:
+    """A task that a stream was given at one place of the computation.
+
+    Attributes:
+        stream: Name of the stream.
+        entries: What it does.
+    """
+
+    stream: str
+    entries: list[Any] = field(default_factory=list)
+
+
+class Wait(NamedTuple):
+    """Waits for work."""
+
+    work: Work
+
+
+class _RecordedHandle(Handle):
+    def __init__(self, recorder: "Recorder", work: Work) -> None:
+        self._recorder, self._work = recorder, work
+
+    def wait(self) -> None:
+        self._recorder.entries.append(Wait(self._work))
+
+    @property
+    def ended(self) -> bool:
+        return True
+
+
+class _RecordedStream(Stream):
+    """Runs tasks at once, and records them as work of their own."""
+
+    def __init__(self, recorder: "Recorder", name: str) -> None:
+        self._recorder, self._name = recorder, name
+
+    def run(self, task: Task) -> Handle:
+        work = Work(self._name)
+        self._recorder.entries.append(work)
+        with self._recorder.within(work.entries, "communication buffers"), torch.no_grad():
+            task()
+        return _RecordedHandle(self._recorder, work)
+
+    def group(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
+        return group
+
+    def finish(self) -> bool:
+        return True
+
+
+class Recorder:
+    """Records a computation and its streams.
+
+    Args:
+        backend: Name of the backend that is simulated.
+        runs_ahead: Whether the device is one with streams.
+
+    Attributes:
+        entries: The list that is recorded into now.
+        program: What the computation does.
+    """
+
+    def __init__(self, backend: str, runs_ahead: bool) -> None:
+        self.program: list[Any] = []
+        self.entries = self.program
+        self.ghosts = Ghosts(self._operator, self._collective, self._change)
+        self._simulated = Simulated(backend, runs_ahead, self._stream)
+        self._streams: dict[str, Stream] = {}
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Record within the context."""
+        sends = SENDS.all_gather, SENDS.reduce_scatter
+        SENDS.all_gather = self._as_one("all_gather", gloo.all_gather)
+        SENDS.reduce_scatter = self._as_one("reduce_scatter", gloo.reduce_scatter)
+        try:
+            with simulate(self._simulated), self.ghosts, self.ghosts.follow_storages():
+                yield
+        finally:
+            SENDS.all_gather, SENDS.reduce_scatter = sends
+
+    @contextmanager
+    def within(self, entries: list[Any], category: str | None = None) -> Iterator[None]:
+        """Record into another list, and count new memory as ``category``."""
+        before, self.entries = self.entries, entries
+        kept, self.ghosts.category = self.ghosts.category, category or self.ghosts.category
+        try:
+            yield
+        finally:
+            self.entries, self.ghosts.category = before, kept
+
+    def mark(self, label: str | None = None) -> Mark:
+        """Record a mark."""
+        mark = Mark(label)
+        self.entries.append(mark)
+        return mark
+
+    def _stream(self, name: str) -> Stream:
+        return self._streams.setdefault(name, _RecordedStream(self, name))
+
+    def _operator(self, cost: Cost) -> None:
+        self.entries.append(cost)
+
+    def _change(self, memory: Memory, change: int) -> None:
+        self.entries.append(Change(memory, change))
+
+    def _collective(self, name: str, args: tuple[Any, ...]) -> None:
+        group = next((g for g in map(_group, args) if g is not None), None)
+        tensors = [leaf for leaf in torch.utils._pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+        size = max((t.nbytes for t in tensors), default=0)
+        if group is not None and name not in ("allgather_", "allgather_coalesced_"):
+            self.entries.append(_message(name, group, size))
+        elif group is not None:
+            self.entries.append(_message(name, group, sum(t.nbytes for t in tensors[:-1])))
+
+    def _as_one(self, name: str, function: Callable[..., None]) -> Callable[..., None]:
+        """A collective that is made of sends, as one message."""
+
+        def call(*args: Any) -> None:
+            entries: list[Any] = []
+            with self.within(entries):
+                function(*args)
+            group, number = args[-1], sum(isinstance(entry, Message) for entry in entries)
+            meanwhile = tuple(entry for entry in entries if isinstance(entry, Cost))
+            changes = [entry for entry in entries if isinstance(entry, Change)]
+            full = args[0] if name == "all_gather" else args[1]
+            self.entries += [each for each in changes if each.bytes > 0]
+            self.entries.append(_message(name, group, full.nbytes)._replace(number=number, meanwhile=meanwhile))
+            self.entries += [each for each in changes if each.bytes < 0]
+
+        return call
+
+
+def _group(value: Any) -> dist.ProcessGroup | None:
+    if isinstance(value, dist.ProcessGroup):
+        return value
+    try:
+        return dist.ProcessGroup.unbox(value)
+    except (RuntimeError, TypeError, AttributeError):
+        return None
+
+
+def _message(name: str, group: dist.ProcessGroup, size: int) -> Message:
+    ranks = dist.get_process_group_ranks(group)
+    return Message(name, len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 1, size)
+
+
+@contextmanager
+def fake_ranks(size: int) -> Iterator[None]:
+    """Process groups of ``size`` ranks that move no data, of which this process is the first.
+
+    Raises:
+        RuntimeError: There are process groups of another kind.
+    """
+    if dist.is_initialized():
+        if dist.get_backend() != "fake" or dist.get_world_size() != size:
+            raise RuntimeError("A prediction makes process groups of its own: call it before init_process_group().")
+        yield
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    before = dict(os.environ)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        os.environ.clear()
+        os.environ.update(before)
+
+
+class LabelledMemory:
+    """Says what memory is for, and which module computes, by hooks of the modules and the engine.
+
+    Memory that the forward allocates is activations if it lives until the backward, else temporary. What is allocated
+    after the last unit is logits.
+
+    Args:
+        recorder: Records the labels.
+        module: The model, which is sharded.
+        engine: Its engine.
+    """
+
+    def __init__(self, recorder: Recorder, module: nn.Module, engine: Engine) -> None:
+        self._recorder, self._ghosts, self._engine = recorder, recorder.ghosts, engine
+        self._buffers = [*module.buffers()]
+        self._stack: list[str] = []
+        units = {unit.name for unit in engine.units[1:]}
+        for name, each in module.named_modules():
+            each.register_forward_pre_hook(functools.partial(self._enter, name, name in units))
+            each.register_forward_hook(functools.partial(self._leave, name in units), always_call=True)
+        replacements = Replacements()
+        for group in engine.groups:
+            replacements.replace(group, "collect_gradients", self._collect)
+        replacements.replace(engine.schedule, "before_backward", self._before_backward)
+
+    def _enter(self, name: str, is_unit: bool, *_: Any) -> None:
+        self._stack.append(name)
+        self._recorder.mark(name or "<root>")
+        if is_unit:
+            self._ghosts.category = "activations"
+
+    def _leave(self, is_unit: bool, *_: Any) -> None:
+        self._stack.pop()
+        self._recorder.mark((self._stack[-1] if self._stack else "") or "<root>")
+        if is_unit:
+            self._ghosts.category = "logits"
+
+    def _before_backward(self, method: Callable[[Any], None], unit: Any) -> None:
+        self._recorder.mark(f"{unit.label}, backward")
+        method(unit)
+
+    def _collect(self, method: Callable[[], list[torch.Tensor | None]]) -> list[torch.Tensor | None]:
+        gradients = method()
+        for gradient in gradients:
+            self._set(gradient, "gradients")
+        return gradients
+
+    def _set(self, tensor: Any, category: str) -> None:
+        if isinstance(tensor, torch.Tensor):
+            local = local_shard(tensor) if isinstance(tensor, DTensor) else tensor
+            self._ghosts.memory_of(local.untyped_storage()).category = category
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """A forward with its loss."""
+        self._ghosts.category = "activations"
+        self._stack.clear()
+        self._born = self._ghosts.operators
+        yield
+
+    def begin_backward(self) -> None:
+        """Call memory temporary that the forward has freed."""
+        for memory in self._ghosts.freed_since(self._born):
+            if memory.category in ("activations", "logits"):
+                memory.category = "temporary"
+        self._ghosts.category = "temporary"
+        self._recorder.mark("loss, backward")
+
+    def label(self, optimizer: torch.optim.Optimizer) -> None:
+        """Say what the memory is for that stays: weights, gradients, and the optimizer's state."""
+        for buffer in self._buffers:
+            self._set(buffer, "shards")
+        for state in optimizer.state.values():
+            for value in state.values():
+                self._set(value, "optimizer")
+        for group in self._engine.groups:
+            for plane in group.weights.planes:
+                # Without a shard that stays, ``shard`` is a part of the buffer.
+                self._set(plane.shard, "shards")
+                self._set(plane.buffer.flat, "unsharded units" if group.weights.temporary else "shards")
+            self._set(group.weights.main, "shards")
+            for param in group.params:
+                self._set(param.main.grad, "gradients")
