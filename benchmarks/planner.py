@@ -2,9 +2,8 @@
 
 import itertools
 from collections.abc import Callable, Mapping
-from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -26,7 +25,10 @@ PAYLOAD = 1 - 66 / 32014
 DIFFERENT = 0.10
 
 
-def ask(question: Callable[[], float]) -> float | str:
+Answer = TypeVar("Answer")
+
+
+def ask(question: Callable[[], Answer]) -> Answer | str:
     """The answer, or the reason why the planner has none."""
     try:
         return question()
@@ -66,7 +68,6 @@ def step_milliseconds(job: Job, tokens: int, rate: float, latency: float, device
     return 1e3 * predicted.step_seconds
 
 
-@cache
 def memory(model: str, zero: int, outer: int, ranks: int, device: Device) -> Prediction:
     """The prediction for a model of ``benchmarks.zoo``."""
     kind = MODELS[model]
@@ -127,7 +128,7 @@ def rank_correlation(first: list[float], second: list[float]) -> float:
     return float(torch.corrcoef(torch.stack(ranks))[0, 1])
 
 
-def largest_by_category(prediction: Prediction) -> dict[str, Any]:
+def largest_by_category(prediction: Prediction) -> dict[str, int]:
     """The largest bytes of every category over the step, at any moment."""
     names = prediction.peak.bytes
     return {name: max(moment.bytes.get(name, 0) for moment in prediction.timeline) for name in names}

@@ -126,7 +126,8 @@ class _Categories(TorchDispatchMode):
         counts["gradients"] = _bytes(kept, seen)
         self._saved = {key: ref for key, ref in self._saved.items() if ref() is not None}
         alive = [storage for ref in self._saved.values() if (storage := ref()) is not None]
-        counts["activations"] = sum(s.nbytes() for s in alive if s.data_ptr() not in seen)
+        # The storage of freed weights refuses access to its address.
+        counts["activations"] = sum(s.nbytes() for s in alive if s.nbytes() and s.data_ptr() not in seen)
         return {**counts, "rest": total - sum(counts.values()), "total": total}
 
 
@@ -136,8 +137,8 @@ def _by_category(
     counter = _Categories(sharded, optimizer, heap)
     with saved_tensors_hooks(counter.save, lambda tensor: tensor), counter:
         _step(kind, sharded, optimizer, data)
-    most = {f"most {name}": float(count) for name, count in counter.most.items()}
-    return {**{f"at peak {name}": float(count) for name, count in counter.at_peak.items()}, **most}
+    most = {f"most_{name.replace(' ', '_')}": float(count) for name, count in counter.most.items()}
+    return {**{f"at_peak_{name.replace(' ', '_')}": float(count) for name, count in counter.at_peak.items()}, **most}
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

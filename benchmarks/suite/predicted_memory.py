@@ -1,5 +1,6 @@
 """The peak of live tensor bytes that the planner predicts, against the counted one: ten models, five strategies."""
 
+import json
 from collections.abc import Iterator
 
 from benchmarks import planner
@@ -7,7 +8,7 @@ from benchmarks.job import Job
 from benchmarks.options import Options
 from benchmarks.probes import heap
 from benchmarks.results import Case
-from benchmarks.workers import Ranks, WorkerFailure
+from benchmarks.workers import Ranks
 from benchmarks.zoo import MODELS
 from megatron.fsdp.tools.predict import Device
 
@@ -21,42 +22,60 @@ TOLERANCE = 0.03
 
 def run(options: Options) -> Iterator[Case]:
     """Count and predict the bytes of every model with every strategy."""
+    path = options.folder / "predicted-memory" / "measured.json"
+    kept: dict[str, dict[str, dict[str, float]]] = {}
+    if options.add and path.exists():
+        kept = json.loads(path.read_text())
+    models = [model for model in (("gpt",) if options.quick else MODELS) if options.wants(model=model)]
+    cases = []
+    for model in models:
+        if model not in kept:
+            kept[model] = measure(model, options)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(kept, indent=1) + "\n")
+        case = Case({"model": model, "ranks": RANKS})
+        for peer, found in kept[model].items():
+            options.report(f"predicting {model}, {peer}")
+            case.put(peer, **found)
+            predict(case, model, peer)
+        cases.append(case)
+        yield case
+    yield summary(cases)
+
+
+def measure(model: str, options: Options) -> dict[str, dict[str, float]]:
+    """The bytes of a model on rank 0 with every strategy."""
     ranks = Ranks(Job("alone", RANKS), heap.environment(), start="benchmarks.probes.live_bytes:start")
-    errors: list[float] = []
+    found = {}
     try:
         ranks.launch()
-        for model in ("gpt",) if options.quick else MODELS:
-            if options.wants(model=model):
-                case = Case({"model": model, "ranks": RANKS})
-                for peer in STRATEGIES:
-                    options.report(f"{model}, {peer}")
-                    errors += _measure(case, model, peer, ranks)
-                yield case
+        for peer, (zero, outer) in STRATEGIES.items():
+            options.report(f"{model}, {peer}")
+            found[peer] = ranks.call("benchmarks.probes.live_bytes:measure", model=model, zero=zero, outer=outer)[0]
     finally:
         ranks.close()
-    if errors:
-        case = Case({"models": "all"})
-        within = sum(abs(error) <= TOLERANCE for error in errors)
-        case.put(planner.NAME, cases=len(errors), within=within / len(errors), **planner.accuracy(errors))
-        yield case
+    return found
 
 
-def _measure(case: Case, model: str, peer: str, ranks: Ranks) -> list[float]:
-    """Add one cell. Returns its relative error, if there is a prediction."""
+def predict(case: Case, model: str, peer: str) -> None:
+    """Add the planner's answer for one cell, and its relative error."""
     zero, outer = STRATEGIES[peer]
-    try:
-        found = ranks.call("benchmarks.probes.live_bytes:measure", model=model, zero=zero, outer=outer)[0]
-    except WorkerFailure as failure:
-        case.notes.append(f"{peer}: {str(failure).splitlines()[0]}")
-        ranks.launch()
-        return []
-    measured = found["peak"]
-    case.put(peer, **{name.replace(" ", "_"): value for name, value in found.items()})
-    answer = planner.ask(lambda: planner.memory(model, zero, outer, RANKS, CPU).peak.total)
+    answer = planner.ask(lambda: planner.memory(model, zero, outer, RANKS, CPU))
     if isinstance(answer, str):
         case.notes.append(f"{peer}: {answer}")
-        return []
-    largest = planner.largest_by_category(planner.memory(model, zero, outer, RANKS, CPU))
-    case.put(peer, predicted=answer, error=answer / measured - 1)
+        return
+    total = answer.peak.total
+    case.put(peer, predicted=total, error=total / case.figures[peer]["peak"].median - 1)
+    largest = planner.largest_by_category(answer)
     case.put(peer, **{f"predicted_most_{name.replace(' ', '_')}": value for name, value in largest.items()})
-    return [answer / measured - 1]
+
+
+def summary(cases: list[Case]) -> Case:
+    """How well the planner did in all cells."""
+    errors = [own["error"].median for case in cases for own in case.figures.values() if "error" in own]
+    result = Case({"models": "all"})
+    result.put(planner.NAME, cells=sum(len(case.figures) for case in cases), predicted_cells=len(errors))
+    if errors:
+        within = sum(abs(error) <= TOLERANCE for error in errors) / len(errors)
+        result.put(planner.NAME, within=within, **planner.accuracy(errors))
+    return result
