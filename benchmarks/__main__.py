@@ -27,6 +27,9 @@ BENCHMARKS = {
     "scale": "scale",
     "growth": "growth",
     "loop": "real_loop",
+    "prediction": "prediction",
+    "predicted-memory": "predicted_memory",
+    "published": "published",
     "gpu": "gpu",
 }
 
@@ -98,7 +101,17 @@ def main(arguments: list[str] | None = None) -> int:
             found = command.results / f"{name}.json"
             saved = Result.load(found).cases if command.add and found.exists() else []
             earlier = tuple(case.tags for case in saved)
-            options = Options(command.quick, command.rounds, only, report, command.where, command.full, earlier)
+            options = Options(
+                command.quick,
+                command.rounds,
+                only,
+                report,
+                command.where,
+                command.full,
+                earlier,
+                command.results,
+                command.add,
+            )
             measured[name] = run_one(name, options, command.results, command.add)
         except LossesDisagree as disagreement:
             print(f"{name}: losses disagree: {disagreement}")

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from benchmarks.peers import PEERS
@@ -26,6 +27,8 @@ class Options:
         where: Tags of the cases to measure, as text: ``{"ranks": "2"}``.
         full: Whether ``gpu`` measures all peers in all settings, one case per run.
         earlier: Tags of the cases that an earlier run has measured.
+        folder: Folder for the results.
+        add: Whether to keep what an earlier run has measured.
     """
 
     quick: bool = False
@@ -35,6 +38,8 @@ class Options:
     where: dict[str, str] = field(default_factory=dict)
     full: bool = False
     earlier: tuple[dict[str, Any], ...] = ()
+    folder: Path = Path()
+    add: bool = False
 
     def wants(self, **tags: object) -> bool:
         """Whether to measure a case with these tags."""

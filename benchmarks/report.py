@@ -2,8 +2,8 @@
 
     python -m benchmarks.report
 
-docs/status.md gets when and where each benchmark ran, docs/performance the plots of ``SHOWN``. docs/performance.md is
-written by hand and explains the method; this module does not touch it.
+docs/status.md gets when and where each benchmark ran, and what the planner predicted; docs/performance gets the plots
+of ``SHOWN``. docs/performance.md is written by hand and explains the method; this module does not touch it.
 """
 
 import shutil
@@ -11,8 +11,9 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks import plots, targets
+from benchmarks import planner, plots, targets
 from benchmarks.columns import cell, columns_of
+from benchmarks.figures import Summary
 from benchmarks.peers import PEERS
 from benchmarks.results import FOLDER, Case, Result, load_all
 from benchmarks.sections import SECTIONS
@@ -117,6 +118,37 @@ def summary(results: Mapping[str, Result]) -> str:
     return _table(["benchmarks", "date", "commit", "processor"], rows)
 
 
+def predictions(results: Mapping[str, Result]) -> str:
+    """Measured figures and the planner's errors: the peaks of memory, and the step times."""
+    memory = _predicted(results.get("predicted-memory"), "peak", 1 << 20, 1)
+    times = _predicted(results.get("prediction"), "measured", 1.0, 0)
+    return f"Peak of live tensor bytes, MiB:\n\n{memory}\n\nStep time, ms, in brackets if not judged:\n\n{times}"
+
+
+def _predicted(result: Result | None, measured: str, scale: float, digits: int) -> str:
+    """A row per case, and a column per strategy: what was measured, and the prediction's error if there is one."""
+    if result is None or result.skipped:
+        return f"*{result.skipped if result else 'Not measured'}.*"
+    cases = [case for case in result.cases if planner.NAME not in case.figures]
+    peers = [peer for peer in PEERS if any(peer in case.figures for case in cases)]
+    rows = []
+    for case in cases:
+        row = [_words(case.tags)]
+        for peer in peers:
+            figures = case.figures.get(peer, {})
+            text = f"{figures[measured].median / scale:.{digits}f}" if figures else ""
+            if "error" in figures:
+                text += f" {100 * figures['error'].median:+.1f} %"
+            row.append(f"({text})" if "judged" in figures and not figures["judged"].median else text)
+        rows.append(row)
+    notes = [f"{name.replace('_', ' ')}: {figure.median:.3g}" for name, figure in _summary(result).items()]
+    return _table(["case", *(PEERS[peer].title for peer in peers)], rows) + (f"\n\n{', '.join(notes)}" if notes else "")
+
+
+def _summary(result: Result) -> dict[str, Summary]:
+    return next((case.figures[planner.NAME] for case in result.cases if planner.NAME in case.figures), {})
+
+
 def kept(result: Result) -> int | None:
     """The case whose plot docs/performance.md shows, the first with the most peers; None without plots."""
     plotted = [number for number, case in enumerate(result.cases) if plots.is_plotted(result, case)]
@@ -137,6 +169,7 @@ def main() -> int:
             shutil.copyfile(pictures / plots.file_name(result, chosen), PICTURES / f"{name}.png")
     (FOLDER / "tables.md").write_text(page(results))
     status.write("benchmarks", summary(results))
+    status.write("predictions", predictions(results))
     return 0
 
 

@@ -67,6 +67,7 @@ class Verdict:
 PART = "part"
 HEAVY = {"load": ("communication-heavy", "balanced")}
 LIGHT = {"load": ("compute-heavy",)}
+ALL_CASES = {"cases": ("all",)}
 MIXED = {"dtype": ("bf16",)}
 
 TARGETS: tuple[Target, ...] = (
@@ -97,6 +98,12 @@ TARGETS: tuple[Target, ...] = (
     Target("growth", "ours-3", "time_grows", 0.0),
     Target("loop", "ours-1", "tokens_per_second", 1.0, "megatron-ddp", at_least=True),
     Target("loop", "ours-2", "tokens_per_second", 1.0, "megatron-ddp", at_least=True),
+    Target("prediction", "planner", "median_error", 0.06, where=ALL_CASES),
+    Target("prediction", "planner", "worst_error", 0.15, where=ALL_CASES),
+    Target("prediction", "planner", "wrong_pairs", 0.0, where=ALL_CASES),
+    Target("prediction", "planner", "left_out", 0.30, where=ALL_CASES),
+    Target("prediction", "planner", "lost_by_choice", 0.05, where=ALL_CASES),
+    Target("predicted-memory", "planner", "worst_error", 0.03, where={"models": ("all",)}),
 )
 
 

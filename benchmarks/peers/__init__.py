@@ -97,6 +97,7 @@ PEERS: dict[str, Peer] = {
         "the original, ZeRO-3, asynchronous reductions", "original", {"zero": 3, "streams": True}, cpu_only=True
     ),
     **{f"ours-{zero}": Peer(f"ours, ZeRO-{zero}", "ours", {"zero": zero}) for zero in range(4)},
+    "ours-hsdp": Peer("ours, HSDP over two", "ours", {"zero": 3, "outer": 2}),
     "ours-3-double": Peer("ours, ZeRO-3, double buffer", "ours", {"zero": 3, "double": True}),
     "ours-3-fused": Peer("ours, ZeRO-3, mock of fused kernels", "ours", {"zero": 3, "fused": True}),
 }

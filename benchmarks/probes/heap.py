@@ -2,12 +2,9 @@
 
 import ctypes
 import os
-import shutil
-import subprocess
 from pathlib import Path
 
-from benchmarks.options import Skipped
-from benchmarks.original_package import FOLDER
+from benchmarks.compiled import compiled
 
 SOURCE = Path(__file__).with_suffix(".c")
 VARIABLE = "BENCHMARKS_HEAP"
@@ -19,13 +16,7 @@ def environment() -> dict[str, str]:
     Raises:
         Skipped: There is no C compiler.
     """
-    library = FOLDER / "heap.so"
-    if not library.exists() or library.stat().st_mtime < SOURCE.stat().st_mtime:
-        compiler = shutil.which("cc") or shutil.which("gcc")
-        if compiler is None:
-            raise Skipped("counting bytes needs a C compiler: neither cc nor gcc was found")
-        FOLDER.mkdir(exist_ok=True)
-        subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-o", library, SOURCE, "-lpthread"], check=True)
+    library = compiled(SOURCE, "-shared", "-fPIC", suffix=".so")
     return {"LD_PRELOAD": str(library), VARIABLE: str(library)}
 
 

@@ -11,7 +11,7 @@ from benchmarks.workers import WorkerFailure
 
 RANKS = 8
 TOKENS = 16
-NAMES = tuple(p for p in PEERS if PEERS[p].fake and not PEERS[p].cpu_only)
+NAMES = tuple(p for p in PEERS if PEERS[p].fake and not PEERS[p].cpu_only and not p.endswith("-hsdp"))
 QUICK = ("fsdp2", "original-3", "ours-3", "ours-3-fused")
 
 

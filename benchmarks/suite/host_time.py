@@ -22,7 +22,7 @@ TOKENS = 4
 STEPS = 25
 ROUNDS = 11
 # Mocks for kernels take host time that kernels do not.
-NAMES = tuple(p for p in PEERS if PEERS[p].fake and not PEERS[p].cpu_only and not p.endswith("-fused"))
+NAMES = tuple(p for p in PEERS if PEERS[p].fake and not PEERS[p].cpu_only and not p.endswith(("-fused", "-hsdp")))
 QUICK = ("fsdp2", "original-3", "ours-3")
 
 

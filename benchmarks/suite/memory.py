@@ -20,7 +20,7 @@ from benchmarks.workers import Ranks, WorkerFailure
 TOKENS = 16
 
 _OPTIONS = ("ours-3-double",)
-_ELSEWHERE = ("alone", "ours-3-fused", *_OPTIONS)
+_ELSEWHERE = ("alone", "ours-3-fused", "ours-hsdp", *_OPTIONS)
 EVERY_PEER = tuple(peer for peer in PEERS if not peer.endswith("-streams") and peer not in _ELSEWHERE)
 SHARDED = ("fsdp2", "fsdp2-keep", "original-3", "original-3-limited", "original-3-double", "ours-3", *_OPTIONS)
 

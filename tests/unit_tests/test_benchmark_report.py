@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import original_package, plots, report
+from benchmarks import original_package, planner, plots, report
 from benchmarks.__main__ import BENCHMARKS, parse
 from benchmarks.columns import COLUMNS
 from benchmarks.figures import Summary
@@ -58,7 +58,7 @@ def test_tables_refer_to_existing_benchmarks_and_peers() -> None:
     assert set(LOOP_PEERS) <= set(PEERS)
     for target in TARGETS:
         assert target.benchmark in BENCHMARKS
-        assert target.peer in PEERS
+        assert target.peer in {*PEERS, planner.NAME}
         assert target.reference is None or target.reference in PEERS
     for module in BENCHMARKS.values():
         assert (BENCHMARKS_FOLDER / "suite" / f"{module}.py").exists()
