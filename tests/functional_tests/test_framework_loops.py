@@ -197,6 +197,7 @@ def test_example_of_lightning(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_example_of_ray_train(tmp_path: Path) -> None:
     pytest.importorskip("ray.train")
     example = FOLDER / "ray_train.py"
