@@ -101,17 +101,8 @@ def main(arguments: list[str] | None = None) -> int:
             found = command.results / f"{name}.json"
             saved = Result.load(found).cases if command.add and found.exists() else []
             earlier = tuple(case.tags for case in saved)
-            options = Options(
-                command.quick,
-                command.rounds,
-                only,
-                report,
-                command.where,
-                command.full,
-                earlier,
-                command.results,
-                command.add,
-            )
+            chosen = command.quick, command.rounds, only, report, command.where, command.full
+            options = Options(*chosen, earlier, command.results, command.add)
             measured[name] = run_one(name, options, command.results, command.add)
         except LossesDisagree as disagreement:
             print(f"{name}: losses disagree: {disagreement}")
