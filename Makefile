@@ -102,7 +102,8 @@ $(TORCH_STAMPS): .venv-torch-%/.installed: constraints.txt pyproject.toml
 	@python="$$(scripts/find_python.sh)" || exit 2; "$$python" -m venv --clear $(@D)
 	@echo "installing torch $* into $(@D)"
 	@grep -vE '^(torch|triton|setuptools|cuda-|nvidia-)' constraints.txt >$(@D)/constraints.txt
-	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(@D)/bin/python -m pip install --quiet --constraint $(@D)/constraints.txt 'torch==$*' --editable '.[mcore,convert,test]'
+	@# The variable takes the place of constraints in this machine's pip configuration, which may exclude the version.
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_CONSTRAINT=$(@D)/constraints.txt $(@D)/bin/python -m pip install --quiet 'torch==$*' --editable '.[mcore,convert,test]'
 	@touch $@
 
 parity: install ## train with Megatron's DDP and with FSDP in its loop, and compare; all cases with PARITY_FLAGS="--markdown out/parity.md"

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatron.fsdp.helpers.arguments import check_type, described
 from megatron.fsdp.sharding.layout import Granularity, parse_granularity
@@ -43,7 +43,7 @@ def parameter_set(name: str, given: Iterable[nn.Parameter] | None) -> frozenset[
     Raises:
         TypeError: It is no collection, or contains something else.
     """
-    if isinstance(given, (torch.Tensor, nn.Module, str)):
+    if isinstance(given, (Tensor, nn.Module, str)):
         raise TypeError(f"{name}: expected a list or set of parameters; got {described(given)} alone.")
     found = list(() if given is None else given)
     for each in found:

@@ -44,7 +44,7 @@ def wrong_divisor() -> None:
 def stale_weights() -> None:
     """Weights are unsharded once and never updated."""
     weights.WeightBuffer.invalidate = lambda self: None  # type: ignore[method-assign]
-    weights.WeightBuffer.reshard = lambda self: self.wait()  # type: ignore[method-assign]
+    weights.WeightBuffer.reshard = lambda self, keep=False: self.wait()  # type: ignore[method-assign]
 
 
 def skipped_parameter() -> None:

@@ -202,8 +202,11 @@ def _changed_by_hooks(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[
     changed, errors = dict(state_dict), list[str]()
     metadata = getattr(state_dict, "_metadata", {})
     for key, owner in _owners(module):
+        before = list(changed)
         for hook in owner._load_state_dict_pre_hooks.values():
             hook(changed, key, metadata.get(key[:-1], {}), True, [], [], errors)
+        if list(changed) != before:  # wrappers, such as those of activation checkpointing, add their own names
+            changed = {public_name(name): value for name, value in changed.items()}
     _raise_first(errors)
     return changed
 

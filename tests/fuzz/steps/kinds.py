@@ -9,7 +9,7 @@ class Kind(NamedTuple):
 
     run: Callable[..., Any]
     choices: dict[str, tuple[Any, ...]]
-    weight: int
+    weight: float
 
 
 KINDS: dict[str, Kind] = {}
@@ -17,7 +17,7 @@ ORDERS = ((0, 1), (0, 1), (0,), (1, 0), (1, 1, 0), ())
 PARTS = ("all", "block", "head", "up")
 
 
-def step(weight: int = 2, **choices: tuple[Any, ...]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def step(weight: float = 2, **choices: tuple[Any, ...]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         KINDS[function.__name__] = Kind(function, choices, weight)
         return function

@@ -151,7 +151,7 @@ def penalty(side: Side, forward: bool) -> Any:
     return loss
 
 
-@step(1, what=("all", "block"))
+@step(0.5, what=("all", "block"))
 def gradients_of(side: Side, what: str) -> Any:
     """torch.autograd.grad of parameters, which are then assigned."""
     parameters = side.parameters(what)
