@@ -90,7 +90,7 @@ def _quantized(weight: torch.Tensor) -> nn.Parameter:
 
 
 def _in_a_dtensor(weight: torch.Tensor) -> nn.Parameter:
-    mesh = init_device_mesh(DEVICE, (1,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(DEVICE, (1, 1), mesh_dim_names=("dp", "tp"))["tp"]
     parameter = nn.Parameter(DTensor.from_local(weight, mesh, [Shard(0)], run_check=False))
     parameter._local_tensor = Quantized.of(weight)
     return parameter
@@ -115,7 +115,8 @@ def _raises(kind: str) -> None:
             if shard == "engine":
                 fully_shard(model, sgd(model.parameters()), fsdp_unit_modules=[Block])
             else:
-                fsdp2.fully_shard(model)
+                mesh = weight.device_mesh._get_root_mesh()["dp"] if isinstance(weight, DTensor) else None
+                fsdp2.fully_shard(model, mesh=mesh)
                 model.state_dict()
         assert model.blocks[1].up.weight is weight
         assert shard == "compat" or before == [id(p) for p in model.parameters()]
