@@ -137,16 +137,16 @@ def _row(page: str, *words: str) -> list[float]:
 def test_figures_of_the_readme_are_those_of_the_page_with_their_source() -> None:
     """Performance has ratios of this engine to a peer; the README has those of a peer to this engine."""
     copied = _row("performance.md", "copied around all-gathers in an fp32 step, MiB")
-    assert _row("../README.md", "copied around all-gathers, MiB per step") == copied
+    assert _row("../README.md", "copied before and after all-gathers, MiB per step") == copied
     padding = _row("performance.md", "padding of all-gathers on 4,096 ranks, %")
-    assert _row("../README.md", "padding of a sharded model, 4,096 ranks, calculated") == padding
+    assert _row("../README.md", "padding in all-gathers, small model, 4,096 ranks, simulated") == padding
     _, fsdp2, nvidia = _row("performance.md", "64")
-    peak = _row("../README.md", "peak memory of a step, 64 ranks, relative")
+    peak = _row("../README.md", "peak memory of a step, one of 64 simulated ranks, relative")
     assert peak == pytest.approx([1, 1 / fsdp2, 1 / nvidia], abs=0.005)
     steps = [_row("performance.md", "bf16", tokens) for tokens in ("32", "256", "1,024")]
     times = [[1 / row[column] for row in steps] for column in (0, 1)]
     expected = [1.0, *(limit(peer) for peer in times for limit in (min, max))]
-    assert _row("../README.md", "step time, bf16, relative") == pytest.approx(expected, abs=0.05)
+    assert _row("../README.md", "step time on a CPU, 2 ranks, bf16, relative") == pytest.approx(expected, abs=0.05)
 
 
 def test_unrun_code_stands_where_it_says_so() -> None:
