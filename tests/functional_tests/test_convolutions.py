@@ -36,7 +36,9 @@ class Residual(nn.Module):
             nn.Conv2d(out_width, out_width, 3, padding=1, groups=out_width),
             nn.BatchNorm2d(out_width),
         )
-        self.shortcut = nn.Conv2d(width, out_width, 1, stride)
+        # Not 1 x 1: on CPUs without AVX-512, torch 2.13 writes beyond a buffer in the backward of a strided one in
+        # channels_last, with or without sharding.
+        self.shortcut = nn.Conv2d(width, out_width, 3, stride, padding=1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.inner(x).add_(self.shortcut(x))

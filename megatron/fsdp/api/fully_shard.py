@@ -108,9 +108,9 @@ def fully_shard_model(
         fsdp_group_ag: A second process group with the ranks of ``dp_shard_dim``, for all-gathers, which can then
             overlap with reduce-scatters. NCCL allocates buffers for one more communicator.
         expt_fsdp_group_ag: The same for ``expt_device_mesh``.
-        fsdp_unit_modules: Module classes, class names or import paths. Each module of such a class becomes a unit,
-            whose parameters are unsharded and resharded together; the rest of the model is the root unit. An empty
-            list makes the whole model one unit. None: compute weights stay full on every rank, as with DDP. The
+        fsdp_unit_modules: Module classes, class names, import paths, or modules of the model. Each module of such a
+            class becomes a unit, whose parameters are unsharded and resharded together; the rest of the model is the
+            root unit. An empty list makes the whole model one unit. None: compute weights stay full on every rank, as with DDP. The
             peak has two of the largest unit; small units take many collectives.
         zero_dp_strategy: What is sharded over the ranks of ``dp_shard_dim``: 0 or ``"no_shard"`` shards nothing, 1 or
             ``"optim"`` the main weights and the optimizer's state, 2 or ``"optim_grads"`` also the gradients, 3 or

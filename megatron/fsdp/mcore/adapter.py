@@ -15,6 +15,8 @@ from torch import nn
 from megatron.core import parallel_state
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun_state_machine import get_rerun_state_machine
@@ -34,7 +36,7 @@ from megatron.fsdp.convert.huggingface.live import to_huggingface_names
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron.fsdp.helpers.spelling import bare_name
 from megatron.fsdp.mcore.limits import Settings, adjust, check
-from megatron.fsdp.mcore.options import EXPERT_INSTANCES
+from megatron.fsdp.mcore.options import EXPERT_INSTANCES, ROOT_EMBEDDINGS
 from megatron.fsdp.mcore.parameter_names import global_name
 from megatron.fsdp.mcore.resuming import megatron_arguments
 from megatron.fsdp.mcore.topology import make_index, mark_tensor_parallel
@@ -133,7 +135,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
         config: The TransformerConfig of the model.
         ddp_config: Settings of data parallelism. They are changed in place according to ``limits.ADJUSTMENTS``.
         module: The model, or a Float16Module around it.
-        fsdp_unit_modules: Classes of the modules that become units. None: transformer and Mamba layers.
+        fsdp_unit_modules: What becomes a unit. None: see :func:`units_of`.
         disable_bucketing: No effect: a unit is one bucket per dtype.
         device: Device of the computation. None: the current CUDA device, or the CPU if there is none.
         pg_collection: Process groups. None: those of ``megatron.core.parallel_state``.
@@ -165,7 +167,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
                 "group inter_dist_opt of that many ranks in pg_collection or in parallel_state; got none."
             )
         mark_tensor_parallel(module, index)
-        units = units_of(module) if fsdp_unit_modules is None else fsdp_unit_modules
+        units = units_of(module, ddp_config) if fsdp_unit_modules is None else fsdp_unit_modules
         sharded = ShardedModule(
             module,
             index,
@@ -409,8 +411,11 @@ def _warn_of_copies(units: Sequence[Unit], config: TransformerConfig) -> None:
 
 
 def largest_unit(module: nn.Module, units: UnitClasses) -> int:
-    """The number of parameters of the largest unit; 0 if there is none."""
-    classes = resolve_unit_classes(module, units)
+    """The number of parameters of the largest unit of a class; 0 if there is none.
+
+    An embedding is left out: if it is much larger than the layers, no layer would be unsharded ahead.
+    """
+    classes = tuple(cls for cls in resolve_unit_classes(module, units) if isinstance(cls, type))
     sizes = (sum(p.numel() for p in each.parameters()) for each in module.modules() if isinstance(each, classes))
     return max(sizes, default=0)
 
@@ -440,9 +445,26 @@ def fsdp_config(config: TransformerConfig, ddp_config: DistributedDataParallelCo
     return dataclasses.replace(found, max_unsharded_units=1 + prefetched, max_reducing_units=reducing)
 
 
-def units_of(module: nn.Module) -> list[type[nn.Module]]:
-    """Return the classes of the modules that become units by default."""
-    return [unit for unit in DEFAULT_UNITS if any(isinstance(m, unit) for m in module.modules())]
+def units_of(
+    module: nn.Module, ddp_config: DistributedDataParallelConfig | None = None
+) -> list[type[nn.Module] | nn.Module]:
+    """Return what becomes a unit by default: layers, and a language model's embedding and output layer.
+
+    The last two stay in the root unit where Megatron-Core reads their weights outside of them, as tied weights are, or
+    where ``fsdp_embeddings_in_root`` is set: the root stays unsharded during a step, and larger units take its place.
+    """
+    found: list[type[nn.Module] | nn.Module] = [
+        unit for unit in DEFAULT_UNITS if any(isinstance(m, unit) for m in module.modules())
+    ]
+    if not found or getattr(ddp_config, ROOT_EMBEDDINGS, None):
+        return found
+    models = [m for m in module.modules() if isinstance(m, LanguageModule)]
+    for model in [m for m in models if not getattr(m, "share_embeddings_and_output_weights", True)]:
+        found += [m for m in model.children() if isinstance(m, LanguageModelEmbedding)]
+        output = getattr(model, "output_layer", None)
+        if isinstance(output, nn.Module) and not getattr(model.config, "mtp_detach_heads", False):
+            found.append(output)
+    return found
 
 
 def _update_helpers(module: ShardedModule) -> None:

@@ -9,6 +9,7 @@ from megatron.fsdp.api.ddp_config import FLAGS
 from megatron.fsdp.sharding.strategy import INNER, OUTER
 
 EXPERT_INSTANCES = "expert_num_distributed_optimizer_instances"
+ROOT_EMBEDDINGS = "fsdp_embeddings_in_root"
 # The settings of experts that differ from those of dense parameters, and how the command line takes them.
 EXPERTS: dict[str, dict[str, Any]] = {
     "expert_data_parallel_sharding_strategy": {
@@ -28,6 +29,10 @@ EXPERTS: dict[str, dict[str, Any]] = {
 OPTIONS: dict[str, dict[str, Any]] = {
     **EXPERTS,
     "fsdp_buffer_count": {"type": int, "help": "Buffers of --fsdp-double-buffer, which units use in turn. Default: 2."},
+    ROOT_EMBEDDINGS: {
+        "action": "store_true",
+        "help": "Keep embedding and output layer unsharded during a step, instead of sharding them as units.",
+    },
     "ckpt_drop_redundant_extra_state": {"action": "store_true", "help": "No effect with Megatron FSDP."},
 }
 # Options that need code of Megatron-Core's main branch, seen in August 2026.
@@ -70,6 +75,12 @@ def add_megatron_arguments(original: Callable[..., Any], parser: argparse.Argume
 def get_megatron_ddp_config(original: Callable[..., Any], args: Any) -> Any:
     """Build the wrapper's settings, with the options here and with the optimizer's settings of offloading."""
     config = original(args)
-    for name in (FLAGS["offload_optimizer"], FLAGS["offload_fraction"], FLAGS["max_unsharded_units"], *EXPERTS):
+    for name in (
+        FLAGS["offload_optimizer"],
+        FLAGS["offload_fraction"],
+        FLAGS["max_unsharded_units"],
+        *EXPERTS,
+        ROOT_EMBEDDINGS,
+    ):
         setattr(config, name, getattr(args, name, None))
     return config

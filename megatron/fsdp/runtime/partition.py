@@ -44,7 +44,9 @@ _WRAPPERS = {
 }
 _FUNCTIONS = ("fully_shard", "replicate")
 
-UnitClasses = Sequence[type[nn.Module] | str] | type[nn.Module] | str
+UnitClasses = Sequence[type[nn.Module] | nn.Module | str] | type[nn.Module] | nn.Module | str
+# Classes whose modules are units, and modules that are.
+UnitChoice = tuple[type[nn.Module] | nn.Module, ...]
 
 
 @dataclass
@@ -97,23 +99,36 @@ def offloaded_units(root: UnitPart, fraction: float) -> set[int]:
     return chosen
 
 
-def resolve_unit_classes(module: nn.Module, unit_modules: UnitClasses | None) -> tuple[type[nn.Module], ...]:
-    """Resolve ``unit_modules`` to classes.
+def resolve_unit_classes(module: nn.Module, unit_modules: UnitClasses | None) -> UnitChoice:
+    """Resolve ``unit_modules`` to classes and modules.
 
     Args:
         module: The model, which must contain a module of every class.
-        unit_modules: Classes, import paths such as ``"torch.nn.TransformerEncoderLayer"``, or names of classes that
-            occur in the model. A single one needs no list.
+        unit_modules: Classes, import paths such as ``"torch.nn.TransformerEncoderLayer"``, names of classes that occur
+            in the model, or modules of the model. A single one needs no list.
 
     Raises:
-        TypeError: An entry is neither a class of modules nor a string.
+        TypeError: An entry is neither a module, a class of modules nor a string.
         ValueError: A path cannot be imported or is no class of modules, a class does not occur in the model (the
-            message suggests the closest one that does), or several classes of the model have the given name.
+            message suggests the closest one that does), several classes of the model have the given name, or a module
+            is not one of the model's.
     """
-    kinds = {type(m) for m in module.modules()}
-    several = isinstance(unit_modules, Iterable) and not isinstance(unit_modules, str)
+    inside = list(module.modules())
+    kinds = {type(m) for m in inside}
+    several = isinstance(unit_modules, Iterable) and not isinstance(unit_modules, str | nn.Module)
     entries: Any = () if unit_modules is None else unit_modules if several else [unit_modules]
-    return tuple(_resolve(entry, kinds) for entry in entries)
+    for entry in entries:
+        if isinstance(entry, nn.Module) and not any(entry is m for m in inside):
+            raise ValueError(
+                f"fsdp_unit_modules: a {type(entry).__name__} is not in the model. Give modules that its modules() "
+                "yields, not copies, or their class."
+            )
+    return tuple(entry if isinstance(entry, nn.Module) else _resolve(entry, kinds) for entry in entries)
+
+
+def is_chosen(module: nn.Module, units: UnitChoice) -> bool:
+    """Whether a module becomes a unit."""
+    return any(isinstance(module, one) if isinstance(one, type) else module is one for one in units)
 
 
 def _resolve(entry: Any, kinds: set[type]) -> type[nn.Module]:
@@ -137,7 +152,9 @@ def _resolve(entry: Any, kinds: set[type]) -> type[nn.Module]:
         except (ImportError, AttributeError, ValueError) as failure:
             raise error(f"cannot import {entry!r} ({failure})", name) from failure
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
-        raise TypeError(f"fsdp_unit_modules: expected classes of modules, or their names; got {described(entry)}.")
+        raise TypeError(
+            f"fsdp_unit_modules: expected classes of modules, their names, or modules; got {described(entry)}."
+        )
     if not any(issubclass(kind, cls) for kind in kinds):
         raise error(f"the model has no {cls.__name__}", cls.__name__)
     return cls
@@ -389,7 +406,7 @@ def check_and_partition(
 def partition(
     module: nn.Module,
     params: list[ShardedParameter],
-    unit_classes: tuple[type[nn.Module], ...],
+    units: UnitChoice,
     every_module: bool = False,
 ) -> UnitPart:
     """Split the model's parameters into units.
@@ -397,7 +414,7 @@ def partition(
     Args:
         module: The model.
         params: Its parameters.
-        unit_classes: Classes whose modules become units.
+        units: What becomes a unit.
         every_module: Whether every module with direct parameters inside a unit becomes a unit as well.
 
     A parameter belongs to the innermost unit that contains it. A parameter that is tied across units belongs to the
@@ -409,7 +426,7 @@ def partition(
     """
     root = UnitPart("", module)
     path_of: dict[int, tuple[UnitPart, ...]] = {id(module): (root,)}
-    _find_units(module, "", (root,), lambda m, path: _is_unit(m, path, unit_classes, every_module), path_of)
+    _find_units(module, "", (root,), lambda m, path: _is_unit(m, path, units, every_module), path_of)
     for param in params:
         param.expect_quantization()
         path = functools.reduce(_common_path, [path_of[id(owner)] for owner, _ in param.sites])
@@ -446,12 +463,11 @@ def public_name(name: str) -> str:
     return name.replace(_CHECKPOINT_PREFIX, "")
 
 
-def _is_unit(
-    module: nn.Module, path: tuple[UnitPart, ...], classes: tuple[type[nn.Module], ...], every_module: bool
-) -> bool:
+def _is_unit(module: nn.Module, path: tuple[UnitPart, ...], units: UnitChoice, every_module: bool) -> bool:
+    compiled = compiled_module(module)
     if compiled_module(path[-1].module) is module:
         return False  # torch.compile's wrapper around it is the unit already
-    if isinstance(module, classes) or isinstance(compiled_module(module), classes):
+    if is_chosen(module, units) or (compiled is not None and is_chosen(compiled, units)):
         return True
     inside_unit = len(path) > 1
     return every_module and inside_unit and bool(module._parameters) and _has_forward(module)

@@ -14,7 +14,7 @@ from megatron.fsdp.buffers.parameter import GroupKey, ShardedParameter
 from megatron.fsdp.buffers.parameter_group import layout_of
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.quantized.storage import Direction, WeightStorage, storage_of
-from megatron.fsdp.runtime.partition import UnitPart, offloaded_units, parameters_of, partition
+from megatron.fsdp.runtime.partition import UnitChoice, UnitPart, offloaded_units, parameters_of, partition
 from megatron.fsdp.sharding.strategy import UNSHARDED, Sharding
 from megatron.fsdp.tools.recipes import Recipe
 
@@ -202,7 +202,7 @@ class Outline(NamedTuple):
     units: tuple[tuple[str, str, tuple[GroupShape, ...]], ...]
 
 
-def outline(module: nn.Module, classes: tuple[type[nn.Module], ...], config: FSDPConfig) -> Outline:
+def outline(module: nn.Module, classes: UnitChoice, config: FSDPConfig) -> Outline:
     """Find the units of a model, which may be on the meta device."""
     root = partition(module, parameters_of(module, config), classes, config.enable_fine_grained_param_gather)
     units = tuple(
@@ -224,7 +224,7 @@ def _shape(params: list[ShardedParameter], is_root: bool) -> GroupShape:
 
 def estimate(
     module: nn.Module,
-    classes: tuple[type[nn.Module], ...],
+    classes: UnitChoice,
     config: FSDPConfig,
     dense: AxisSizes,
     experts: AxisSizes,
@@ -234,7 +234,7 @@ def estimate(
 
     Args:
         module: The model, which may be on the meta device.
-        classes: Classes whose modules become units.
+        classes: What becomes a unit.
         config: Settings of the engine.
         dense: Axes of dense parameters.
         experts: Axes of experts.

@@ -318,7 +318,7 @@ def _look_at(
     # These two need CUDA. The report has named them, and goes on without them.
     usable = copy.copy(ddp_config)
     usable.nccl_ub = usable.megatron_fsdp_cuda_graph_mode = False
-    units = kwargs.get("fsdp_unit_modules") or units_of(module)
+    units = kwargs.get("fsdp_unit_modules") or units_of(module, ddp_config)
     report.config = fsdp_config(config, usable, largest_unit(module, units))
     report.sizes = {
         "tensor": groups.get_tensor_model_parallel_world_size(),

@@ -151,7 +151,7 @@ def unit_classes(model: nn.Module, names: Sequence[str]) -> tuple[type[nn.Module
         ValueError: The model has none of these.
     """
     if names:
-        return resolve_unit_classes(model, list(names))
+        return tuple(cls for cls in resolve_unit_classes(model, list(names)) if isinstance(cls, type))
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
     if not lists:
         raise ValueError("the model has no nn.ModuleList of layers: name the classes of its units with --units")

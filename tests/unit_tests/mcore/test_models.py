@@ -1,15 +1,21 @@
 """Models of Megatron-Core other than GPT train as with Megatron's DDP, also with frozen modules."""
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 import tests.megatron_models as mm
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.fsdp.dtensor.ragged_dtensor import local_shard
+from megatron.fsdp.mcore.adapter import FullyShardedDataParallel, units_of
 from megatron.fsdp.mcore.initialization import build_recorded
+from megatron.fsdp.mcore.options import ROOT_EMBEDDINGS
 from tests.hybrid_models import stack
 from tests.models import STRATEGIES
 from tests.ranks import RankPool
@@ -124,7 +130,12 @@ def hybrid(config: object) -> torch.nn.Module:
     )
 
 
+def untied(config: object) -> torch.nn.Module:
+    return mm.gpt(config, tied=False)
+
+
 MODELS: dict[str, dict[str, Any]] = {
+    "untied GPT": {"build": untied},
     "BERT": {"build": bert, "losses_of": bert_losses},
     "LLaVA": {"build": llava, "losses_of": llava_losses},
     "LLaVA, vision frozen": {"build": llava_with_frozen_vision, "losses_of": llava_losses},
@@ -164,3 +175,48 @@ def _equals_itself_from_meta() -> None:
 
 def test_the_meta_device_changes_nothing(ranks: RankPool) -> None:
     ranks.run(2, _equals_itself_from_meta)
+
+
+ENDS = {"embedding", "output_layer"}
+
+
+def _trained_with_ends(folder: str, in_root: bool) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Train a step, load a checkpoint if there is one, else save it, and train a step. Returns the weights of both."""
+    config, ddp_config = mm.transformer_config(), mm.ddp_config()
+    setattr(ddp_config, ROOT_EMBEDDINGS, in_root)
+    model = FullyShardedDataParallel(config, ddp_config, untied(config))
+    config.finalize_model_grads_func = mm.finalize
+    assert ENDS & {unit.name for unit in model.module.engine.units} == (set() if in_root else ENDS)
+    optimizer = mm.optimizer_of(model)
+    mm.run_steps(model, optimizer, steps=1)
+    if Path(folder, ".metadata").exists():
+        for param in model.module.engine.params():
+            local_shard(param.main).data.zero_()
+        dcp.load(mm.checkpoint_state(model, optimizer), checkpoint_id=folder)
+        model.module.install_optimized_model_weights()
+    else:
+        dcp.save(mm.checkpoint_state(model, optimizer), checkpoint_id=folder)
+    loaded = mm.weights_of(model)
+    mm.run_steps(model, optimizer, steps=1, data=lambda step, number: mm.tokens(step + 1, number))
+    return loaded, mm.weights_of(model)
+
+
+def _with_ends_as_units(folder: str) -> None:
+    with mm.megatron():
+        expected = _trained_with_ends(folder, in_root=True)
+        dist.barrier()
+        found = _trained_with_ends(folder, in_root=False)
+        for name, weight in expected[0].items():
+            assert torch.equal(found[0][name], weight), name
+            # Shards are others, so that the norm that clips is a sum in another order.
+            torch.testing.assert_close(found[1][name], expected[1][name], rtol=1e-4, atol=1e-5)
+            assert not torch.equal(expected[1][name], weight), name
+        assert all(isinstance(one, type) for one in units_of(mm.gpt(mm.transformer_config()))), "tied ones in the root"
+        detached = untied(config := mm.transformer_config())
+        config.mtp_detach_heads = True
+        assert detached.output_layer not in units_of(detached) and detached.embedding in units_of(detached)
+
+
+def test_embedding_and_output_layer_are_units(ranks: RankPool, tmp_path: Path) -> None:
+    """A checkpoint of a model whose root unit had them loads with the same bits."""
+    ranks.run(2, _with_ends_as_units, str(tmp_path))
