@@ -110,8 +110,8 @@ def fully_shard_model(
         expt_fsdp_group_ag: The same for ``expt_device_mesh``.
         fsdp_unit_modules: Module classes, class names, import paths, or modules of the model. Each module of such a
             class becomes a unit, whose parameters are unsharded and resharded together; the rest of the model is the
-            root unit. An empty list makes the whole model one unit. None: compute weights stay full on every rank, as with DDP. The
-            peak has two of the largest unit; small units take many collectives.
+            root unit. An empty list makes the whole model one unit. None: compute weights stay full on every rank, as
+            with DDP. The peak has two of the largest unit; small units take many collectives.
         zero_dp_strategy: What is sharded over the ranks of ``dp_shard_dim``: 0 or ``"no_shard"`` shards nothing, 1 or
             ``"optim"`` the main weights and the optimizer's state, 2 or ``"optim_grads"`` also the gradients, 3 or
             ``"optim_grads_params"`` also the compute weights. Reads as the name. Weights are unsharded twice per

@@ -131,7 +131,9 @@ class Estimate:
         """
         root, others = self.units[0].bytes, [unit.bytes for unit in self.units[1:]]
         passes = 2 if config.interleaves_micro_batches else 1
-        unsharded = max((max(b.forward, b.backward) for b in others), default=0) * config.max_unsharded_units * passes
+        sizes, number = [max(b.forward, b.backward) for b in others], config.max_unsharded_units
+        # Units run in the order of registration, and the next ones are unsharded meanwhile.
+        unsharded = max((sum(sizes[i : i + number]) for i in range(len(sizes))), default=0) * passes
         unsharded += max((b.produced + b.derived for b in others), default=0)
         reducing = max((b.reducing for b in others), default=0) * config.max_reducing_units
         total = self.total
