@@ -1,6 +1,6 @@
-"""Draws what ``megatron-fsdp-memory --json`` prints: stacked bars by strategy, a panel for each number of ranks.
+"""Draws what ``megatron-fsdp-plan --json`` prints: stacked bars by strategy, a panel for each number of ranks.
 
-megatron-fsdp-memory --model config.json --json > memory.json
+megatron-fsdp-plan --model config.json --ranks 8 64 --json > memory.json
 python scripts/memory_chart.py memory.json memory.svg --title "8 billion parameters in bf16" --gpu h100
 """
 
@@ -22,11 +22,14 @@ Bar = dict[str, Any]
 
 # Okabe and Ito's palette, whose colors people with any color vision tell apart.
 PARTS = (
-    ("compute", "compute weights", "#0072B2"),
-    ("main", "main weights", "#56B4E9"),
-    ("gradients", "gradients", "#E69F00"),
+    ("shards", "weights at rest", "#0072B2"),
     ("optimizer", "optimizer state", "#009E73"),
-    ("buffers", "unsharded units, gradients in flight", "#CC79A7"),
+    ("gradients", "gradients", "#E69F00"),
+    ("unsharded units", "unsharded units", "#56B4E9"),
+    ("communication buffers", "communication", "#CC79A7"),
+    ("activations", "activations", "#D55E00"),
+    ("logits", "logits", "#F0E442"),
+    ("temporary", "temporary", "#999999"),
 )
 
 
@@ -49,7 +52,7 @@ def draw(found: Sequence[Bar], title: str, path: Path, capacity: int | None = No
         len(panels), 1, sharex=True, squeeze=False, height_ratios=[len(panel) + 0.6 for panel in panels]
     )
     axes: list[Axes] = [row[0] for row in drawn]
-    most = max([bar["total"] for bar in found] + [capacity or 0]) / GIB
+    most = max([sum(bar["peak"].values()) for bar in found] + [capacity or 0]) / GIB
     for panel, on in zip(panels, axes, strict=True):
         _draw_panel(on, panel, most)
         if capacity is not None:
@@ -66,7 +69,7 @@ def draw(found: Sequence[Bar], title: str, path: Path, capacity: int | None = No
             ha="center",
             color="#333333",
         )
-    axes[-1].set_xlabel("GiB per rank at the peak of a step, without activations")
+    axes[-1].set_xlabel("GiB of tensors per rank at the peak of a step")
     figure.suptitle(title, fontsize=11, x=0.02, ha="left")
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower left", ncols=2, frameon=False, fontsize=9)
@@ -79,12 +82,13 @@ def _draw_panel(on: "Axes", panel: Sequence[Bar], most: float) -> None:
     names = [bar["strategy"] for bar in panel]
     left = [0.0] * len(panel)
     for attribute, label, color in PARTS:
-        sizes = [bar["usage"][attribute] / GIB for bar in panel]
+        sizes = [bar["peak"].get(attribute, 0) / GIB for bar in panel]
         on.barh(names, sizes, left=left, color=color, label=label, height=0.72, edgecolor="white", linewidth=0.5)
         left = [start + size for start, size in zip(left, sizes, strict=True)]
     for place, total in enumerate(left):
         text = f"{total:.1f}" if total >= 1 else f"{total:.2f}"
-        on.text(total + most * 0.008, place, text, va="center", fontsize=9)
+        behind = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+        on.text(total + most * 0.008, place, text, va="center", fontsize=9, bbox=behind)
     on.set_xlim(0, most * 1.08)
     on.invert_yaxis()
     on.set_title(f"{panel[0]['ranks']} ranks", loc="left", fontsize=10, fontweight="bold")

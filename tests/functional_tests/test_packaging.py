@@ -101,7 +101,6 @@ COMMANDS = {
     "megatron-fsdp-inspector --help": CONVERT,
     "megatron-fsdp-doctor --help": "",
     "megatron-fsdp-doctor script.py": MCORE,
-    "megatron-fsdp-memory --help": "",
     "megatron-fsdp-plan --help": "",
     "megatron-fsdp-verify --help": "",
     "megatron-fsdp-verify script.py": MCORE,

@@ -1,5 +1,7 @@
 """The predictor against what a step on ranks allocates and communicates, and its simulation against literal times."""
 
+import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -12,14 +14,21 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import tests.unit_tests.test_memory as measured_memory
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.module import ShardedModel
 from megatron.fsdp.optim.hooks import attach_optimizer
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
-from megatron.fsdp.tools.predict import Device, Link, Prediction, Topology, predict
+from megatron.fsdp.tools.estimate import AxisSizes, estimate_outline, outline, usage
+from megatron.fsdp.tools.predict import Device, Link, Prediction, Topology, plan, predict
 from megatron.fsdp.tools.predict.ghosts import Cost, Ghosts
 from megatron.fsdp.tools.predict.play import Simulation
 from megatron.fsdp.tools.predict.record import Mark, Message, Wait, Work
+from megatron.fsdp.tools.program import unit_classes
+from scripts import memory_chart
+from tests.models import FP32_GRADS, TinyModel
+from tests.models import Block as TinyBlock
+from tests.ranks import DEVICE
 from tests.tensor_bytes import TensorBytes, build, call_counted
 
 WIDTH, ROWS = 192, 256
@@ -103,7 +112,7 @@ CASES = [(0, "plain"), (2, "bf16"), (3, "recomputed")]
 
 
 @pytest.mark.parametrize(("strategy", "kind"), CASES)
-def test_memory(strategy: int, kind: str, tmp_path: Path) -> None:
+def test_memory_of_a_step(strategy: int, kind: str, tmp_path: Path) -> None:
     predicted = _predict(strategy, kind)
     arguments = strategy, kind, 0, str(tmp_path / "store")
     peak, resting = call_counted(build(tmp_path), "tests.unit_tests.test_predict:measure", *arguments)
@@ -168,3 +177,125 @@ def test_ghosts_compute_integers_and_spread_choices() -> None:
         experts = torch.topk(torch.randn(8, 4), 2).indices
         assert torch.bincount(experts.flatten(), minlength=4).tolist() == [4, 4, 4, 4]
         assert torch.randn(1 << 20, 1 << 10).mean().item() == 1.0  # no pages: 4 GiB would not be read in this time
+
+
+# The command ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="counts CPU tensors")
+def test_estimates_without_activations_are_the_measured_bytes(tmp_path: Path) -> None:
+    """One process trains as rank 0 of 8 on the fake process group, and every tensor is counted."""
+    cases = [[strategy, "bf16", 8, 0.004, 0.01] for strategy in measured_memory.STRATEGIES]
+    measured = call_counted(build(tmp_path), "tests.unit_tests.test_memory:measure_all", cases)
+    model, axes = outline(measured_memory._model("bf16"), (TinyBlock,), FSDPConfig()), AxisSizes(8)
+    for strategy, real in zip(measured_memory.STRATEGIES, measured, strict=True):
+        config = FSDPConfig(strategy, mixed_precision_policy=FP32_GRADS)
+        used = usage([estimate_outline(model, config, axes, axes)], config)
+        # AdamW counts steps, the mesh lists its ranks, and no_shard keeps its gradients' memory on a CPU.
+        other = 4 * real["parameters"] + 4 * 8 + (used.gradients if strategy == "no_shard" else 0)
+        resting = used.compute + used.main + used.optimizer
+        assert real["resting"] == pytest.approx(resting + other, rel=0.01), strategy
+        peak = real["peak"] - real["activations"] - 4 * real["parameters"] - 4 * 8
+        assert peak <= used.total * 1.01, strategy
+        # Sums of full gradients exist only with several micro-batches, and this step has one. With ZeRO-3, a CPU
+        # frees the gradients of the unit that computes before the next unit is unsharded.
+        if strategy != "optim":
+            assert peak > used.total * 0.7, strategy
+
+
+def small() -> nn.Module:
+    """For --model."""
+    return TinyModel(width=64, depth=2, vocabulary=32)
+
+
+@torch.library.custom_op("predict_tests::opaque", mutates_args=())
+def opaque(x: torch.Tensor) -> torch.Tensor:
+    """An operator whose shape nothing but computing tells."""
+    return x.clone()
+
+
+class Opaque(TinyModel):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        found = super().forward(tokens)
+        return found + opaque(found.detach())
+
+
+def with_opaque() -> nn.Module:
+    return Opaque(width=64, depth=2, vocabulary=32)
+
+
+def command(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["plan", *words])
+    return plan.main()
+
+
+def test_table_of_strategies(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(monkeypatch, "--model", f"{__name__}:small", "--ranks", "4", "16", "--tokens", "3", "8") == 0
+    text = capsys.readouterr().out
+    few, many = text.split("16 ranks")
+    strategies = ("no_shard", "optim ", "optim_grads ", "optim_grads_params")
+    assert all(name in part for part in (few, many) for name in strategies)
+    assert "HSDP 2 x 8" in many and "HSDP" not in few and text.count("Simulated. The best: fully_shard(") == 2
+
+
+def test_a_device_that_nothing_fits(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    full = plan.cluster_of("h100")
+    device = dataclasses.replace(full.device, memory=1 << 20)
+    monkeypatch.setattr(plan, "cluster_of", lambda name: dataclasses.replace(full, device=device))
+    assert command(monkeypatch, "--model", f"{__file__}:small", "--ranks", "2") == 3
+    assert "does not fit by" in capsys.readouterr().out
+
+
+def test_json_of_a_huggingface_config_and_its_chart(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("matplotlib")
+    config: dict[str, Any] = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 256}
+    config |= {"intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert command(monkeypatch, "--model", str(tmp_path / "config.json"), "--ranks", "8", "--json") == 0
+    printed = capsys.readouterr().out
+    found = {choice["strategy"]: choice["peak"] for choice in json.loads(printed)}
+    elements = 2 * 256 * 64 + 64 + 2 * (4 * 64 * 64 + 3 * 64 * 128 + 2 * 64)
+    assert found["no_shard"]["shards"] == pytest.approx((2 + 4) * elements, rel=0.01)
+    assert found["optim_grads_params"]["optimizer"] == pytest.approx(8 * elements / 8, rel=0.05)
+    (tmp_path / "memory.json").write_text(printed)
+    for name in ("memory.svg", "memory.png"):
+        drawn = [str(tmp_path / "memory.json"), str(tmp_path / name), "--device-memory", "1MB"]
+        memory_chart.main(drawn)
+        first = (tmp_path / name).read_bytes()
+        memory_chart.main(drawn)
+        assert len(first) > 5000 and (tmp_path / name).read_bytes() == first, "a picture drawn again is the same file"
+
+
+def test_a_model_that_cannot_be_predicted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(monkeypatch, "--model", f"{__name__}:with_opaque", "--ranks", "8") == 0
+    first, *rows = capsys.readouterr().out.splitlines()
+    assert first.startswith("Without times and activations:") and "predict_tests.opaque" in first
+    sizes = {row.split()[2]: float(row.split()[-2]) for row in rows}
+    assert list(sizes) == ["no_shard", "optim", "optim_grads", "optim_grads_params"]
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("no_colon", "expected module:function, or a config.json that exists (nothing is downloaded)"),
+        ("no_such_module:f", "cannot call 'no_such_module:f'"),
+        ("math:pi", "cannot call"),
+        ("builtins:list", "expected builtins:list to return an nn.Module, or a tuple or dict with one; got list"),
+    ],
+)
+def test_wrong_targets(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], target: str, message: str
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        command(monkeypatch, "--model", target)
+    assert end.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_a_model_without_a_list_of_layers_needs_units() -> None:
+    plain = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    with pytest.raises(ValueError, match="--units"):
+        unit_classes(plain, [])
+    assert unit_classes(plain, ["Linear"]) == (nn.Linear,)

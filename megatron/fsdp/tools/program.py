@@ -67,13 +67,17 @@ class Program:
     optimizer: torch.optim.Optimizer | None = None
     shard: Callable[..., tuple[nn.Module, torch.optim.Optimizer]] | None = None
 
-    def first_batches(self, count: int) -> list[Any]:
+    def first_batches(self, count: int, tokens: tuple[int, int] = (2, 16)) -> list[Any]:
         """The first ``count`` batches.
+
+        Args:
+            count: Their number.
+            tokens: Shape of random tokens: sequences, and tokens of each.
 
         Raises:
             ValueError: There are none, and none can be made.
         """
-        batches = (_random_batch(self.model) for _ in range(count)) if self.batches is None else self.batches
+        batches = (_random_batch(self.model, tokens) for _ in range(count)) if self.batches is None else self.batches
         found = list(itertools.islice(iter(batches), count))
         if not found:
             raise ValueError("expected at least one batch; got none")
@@ -130,11 +134,11 @@ def _huggingface(path: Path) -> nn.Module:
     return model
 
 
-def _random_batch(model: nn.Module) -> Any:
+def _random_batch(model: nn.Module, shape: tuple[int, int]) -> Any:
     """Random input for the first layer with parameters; token ids with labels for a model of Hugging Face."""
     first = next((module for module in model.modules() if list(module.parameters(recurse=False))), None)
     if isinstance(first, nn.Embedding):
-        tokens = torch.randint(0, first.num_embeddings, (2, 16))
+        tokens = torch.randint(0, first.num_embeddings, shape)
         return {"input_ids": tokens, "labels": tokens} if hasattr(model, "generate") else tokens
     if isinstance(first, nn.Linear):
         return torch.randn(4, first.in_features)

@@ -96,7 +96,7 @@ def predict(  # noqa: PLR0913 - each is a part of the question
 
     Raises:
         RuntimeError: ``torch.distributed`` is initialized with a process group that moves data.
-        NotImplementedError: The model reads values of activations on the host. The message names the operation.
+        NotImplementedError: The shape of an operator's result depends on values. The message names the operator.
     """
     links = link if isinstance(link, tuple) else (link, link)
     recorder = Recorder("nccl" if device.runs_ahead else "gloo", device.runs_ahead)

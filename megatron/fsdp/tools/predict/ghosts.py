@@ -223,7 +223,10 @@ class Ghosts(TorchDispatchMode):
             kwargs_on_meta = {**kwargs, "device": torch.device("meta")} if "device" in kwargs else kwargs
             try:
                 result = func(*_on_meta(args), **_on_meta(kwargs_on_meta))
-            except NotImplementedError as error:
+            except (NotImplementedError, RuntimeError) as error:
+                # torch's own operators raise the first error, and torch.library.custom_op the second.
+                if not isinstance(error, NotImplementedError) and "fake impl" not in str(error):
+                    raise
                 raise NotImplementedError(
                     f"The step cannot be predicted: operator {func} has no shapes without computing ({error})."
                 ) from error

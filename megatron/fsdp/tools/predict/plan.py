@@ -1,12 +1,13 @@
 """Compares sharding strategies of your model by predicted step time and memory, without GPUs.
 
-    megatron-fsdp-plan --model file.py:build --units Block --ranks 64 --gpu h100
+    megatron-fsdp-plan --model file.py:build --units Block --ranks 8 64 --gpu h100
     megatron-fsdp-plan --model path/of/a/config.json --ranks 64 --gpu h100 --json
     megatron-fsdp-plan --calibrate machine.json
     megatron-fsdp-plan --model file.py:build --ranks 2 --machine machine.json --strategy 3 --audit trace.json
 
 The engine runs on tensors without memory, so one process stands for any number of ranks. Ctrl-C prints what has been
-found so far. Speeds of GPUs and links are assumptions that docs/guide/doctor.md names, and times are simulated.
+found so far. Speeds of GPUs and links are assumptions that docs/guide/doctor.md names, and times are simulated. If
+shapes in the model depend on values, only the memory without activations is printed.
 The exit code is 0, 2 for wrong arguments, or 3 if no strategy fits.
 """
 
@@ -27,6 +28,7 @@ from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
 from megatron.fsdp.sharding.strategy import INNER
 from megatron.fsdp.tools import program
 from megatron.fsdp.tools.devices import GIB, GPUS, gpu_memory
+from megatron.fsdp.tools.estimate import AxisSizes, estimate_outline, outline, usage
 from megatron.fsdp.tools.fit import CONTEXT, FRAGMENTATION, NCCL
 from megatron.fsdp.tools.predict import Calibration, Device, Link, Prediction, Topology, calibrate, predict
 from megatron.fsdp.tools.progress import Progress
@@ -135,6 +137,17 @@ class Choice:
         return max(times, key=lambda name: times[name])
 
 
+def without_activations(
+    model: nn.Module, units: Sequence[type[nn.Module]], ranks: int, policy: MixedPrecisionPolicy, per_host: int
+) -> dict[str, int]:
+    """Bytes at the peak of a step without activations, by strategy. The model may be on the meta device."""
+    found, shapes = {}, outline(model, tuple(units), FSDPConfig())
+    for name, _, inner, outer, axes in candidates(ranks, per_host):
+        config, sizes = FSDPConfig(inner, outer, policy), AxisSizes(axes.inner, axes.outer)
+        found[name] = usage([estimate_outline(shapes, config, sizes, sizes)], config).total
+    return found
+
+
 def candidates(ranks: int, per_host: int) -> Iterator[tuple[str, str, int | str, int | str, Topology]]:
     """Name, arguments, inner and outer strategy, and axes of every way to shard over a number of ranks."""
     for name in INNER:
@@ -235,11 +248,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--model", help="file.py:function or module:function, or a Hugging Face config.json")
     parser.add_argument("--units", nargs="+", default=[], metavar="CLASS", help="classes of units (or the layers')")
-    parser.add_argument("--ranks", type=int, default=8, help="data-parallel ranks (or 8)")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8], help="numbers of data-parallel ranks (or 8)")
     machine = parser.add_mutually_exclusive_group()
     machine.add_argument("--gpu", default="h100", help=f"one of {', '.join(_SPEEDS)} (or h100)")
     machine.add_argument("--machine", type=Path, metavar="FILE", help="a file that --calibrate has written")
     parser.add_argument("--dtype", choices=program.DTYPES, default="bf16", help="of the compute weights (or bf16)")
+    parser.add_argument("--main-dtype", choices=program.DTYPES, default="fp32", help="of the main weights (or fp32)")
+    parser.add_argument("--grad-dtype", choices=program.DTYPES, help="of summed and reduced gradients")
+    shape = ("SEQUENCES", "LENGTH")
+    parser.add_argument(
+        "--tokens", type=int, nargs=2, default=[2, 16], metavar=shape, help="of a made-up batch (or 2 16)"
+    )
     parser.add_argument("--micro-batches", type=int, default=1, help="per step (or 1)")
     parser.add_argument("--strategy", choices=[*INNER, "0", "1", "2", "3"], help="the one that --audit compares")
     parser.add_argument("--calibrate", type=Path, metavar="FILE", help="measure this machine, and write the result")
@@ -248,12 +267,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _cluster(options: argparse.Namespace) -> Cluster:
+def _cluster(options: argparse.Namespace, ranks: int) -> Cluster:
     if options.machine is None:
         return cluster_of(options.gpu)
     found = Calibration.load(options.machine)
     link = found.link or Link("not measured", found.device.bandwidth / 2, 1e-5)
-    return Cluster(found.device, options.ranks, link.bandwidth, link.bandwidth)
+    return Cluster(found.device, ranks, link.bandwidth, link.bandwidth)
 
 
 def main() -> int:
@@ -265,62 +284,97 @@ def main() -> int:
         return 0
     if options.model is None:
         parser.error("expected --model or --calibrate")
-    try:
-        choices = _search(options)
-        if options.audit is not None:
-            names = [options.strategy, list(INNER)[int(options.strategy)] if str(options.strategy).isdigit() else ""]
-            chosen = next((choice for choice in choices if choice.name in names), choices[0])
-            print(audit(chosen, options.audit))
-            return 0
-    except (ValueError, OSError, KeyError) as error:
-        parser.error(str(error))
-    if options.json:
-        print(json.dumps([_as_dict(choice) for choice in choices[:10]], indent=2))
-    elif choices:
-        print(table(choices[:10]))
-        print(f"Simulated. The best: fully_shard(..., {choices[0].arguments})")
-    return 0 if any(choice.fits for choice in choices) else 3
-
-
-def _search(options: argparse.Namespace) -> list[Choice]:
-    """All choices, or those that were found before Ctrl-C."""
-    loaded: list[program.Program] = []
-
-    def model() -> nn.Module:
-        loaded[:] = [program.load(options.model)]
-        return loaded[0].model.to(program.DTYPES[options.dtype])
-
-    def batch() -> Any:
-        return loaded[0].first_batches(1)[0]
-
-    with torch.device("meta"):
-        classes = program.unit_classes(program.load(options.model).model, options.units)
-    found: list[Choice] = []
     progress = Progress(sys.stderr)
-    progress.start("predicting the first strategy")
-
-    def show(choice: Choice) -> None:
-        found.append(choice)
-        progress.start(f"{choice.name}: {choice.prediction.step_seconds * 1e3:.2f} ms; predicting the next")
-
-    policy = MixedPrecisionPolicy(main_params_dtype=torch.float32)
+    found: list[list[Choice]] = []
     try:
-        plan(
-            model,
-            batch,
-            units=classes,
-            ranks=options.ranks,
-            cluster=_cluster(options),
-            policy=policy,
-            on_choice=show,
-            loss=lambda module, given: loaded[0].loss(module, given),
-            micro_batches=options.micro_batches,
-        )
+        search = _Search(options, progress)
+        for ranks in options.ranks:
+            found.append([])
+            search.run(ranks, found[-1])
     except KeyboardInterrupt:
         print("interrupted: the best so far", file=sys.stderr)
+    except NotImplementedError as error:
+        print(f"Without times and activations: {error}\n{search.table_without_activations()}")
+        return 0
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
     finally:
         progress.end()
-    return ordered(found)
+    choices = [ordered(of_ranks)[:10] for of_ranks in found if of_ranks]
+    try:
+        _print(options, choices)
+    except (ValueError, OSError, KeyError) as error:
+        parser.error(str(error))
+    return 0 if any(choice.fits for of_ranks in choices for choice in of_ranks) else 3
+
+
+def _print(options: argparse.Namespace, choices: list[list[Choice]]) -> None:
+    if options.audit is not None:
+        names = [options.strategy, list(INNER)[int(options.strategy)] if str(options.strategy).isdigit() else ""]
+        print(audit(next((c for c in choices[0] if c.name in names), choices[0][0]), options.audit))
+    elif options.json:
+        print(json.dumps([_as_dict(choice) for of_ranks in choices for choice in of_ranks], indent=2))
+    else:
+        for best, *others in choices:
+            print(f"{best.ranks.size} ranks\n{table([best, *others])}")
+            print(f"Simulated. The best: fully_shard(..., {best.arguments})")
+
+
+class _Search:
+    """The program that ``--model`` names, and the predictions of it.
+
+    Raises:
+        ValueError: It names none.
+    """
+
+    def __init__(self, options: argparse.Namespace, progress: Progress) -> None:
+        self._options, self._progress = options, progress
+        self._program = self._load("meta")
+        self._units = program.unit_classes(self._program.model, options.units)
+        dtypes = {"main_params_dtype": program.DTYPES[options.main_dtype]}
+        if options.grad_dtype is not None:
+            dtypes["main_grads_dtype"] = program.DTYPES[options.grad_dtype]
+        self._policy = MixedPrecisionPolicy(**dtypes)
+
+    def _load(self, device: str) -> program.Program:
+        with torch.device(device):
+            found = program.load(self._options.model)
+        found.model.to(program.DTYPES[self._options.dtype])
+        return found
+
+    def _model(self) -> nn.Module:
+        self._program = self._load("cpu")
+        return self._program.model
+
+    def run(self, ranks: int, found: list[Choice]) -> None:
+        """Predict every strategy, and append the choices."""
+
+        def show(choice: Choice) -> None:
+            found.append(choice)
+            self._progress.start(f"{choice.name}: {choice.prediction.step_seconds * 1e3:.2f} ms; predicting the next")
+
+        self._progress.start(f"{ranks} ranks: predicting the first strategy")
+        plan(
+            self._model,
+            lambda: self._program.first_batches(1, tuple(self._options.tokens))[0],
+            units=self._units,
+            ranks=ranks,
+            cluster=_cluster(self._options, ranks),
+            policy=self._policy,
+            on_choice=show,
+            loss=lambda module, batch: self._program.loss(module, batch),
+            micro_batches=self._options.micro_batches,
+        )
+
+    def table_without_activations(self) -> str:
+        """GiB of every strategy."""
+        model = self._load("meta").model
+        rows = []
+        for ranks in self._options.ranks:
+            per_host = _cluster(self._options, ranks).per_host
+            found = without_activations(model, self._units, ranks, self._policy, per_host)
+            rows += [f"{ranks:>6} ranks  {name:<20}{size / GIB:>8.2f} GiB" for name, size in found.items()]
+        return "\n".join(rows)
 
 
 def _as_dict(choice: Choice) -> dict[str, Any]:
@@ -328,6 +382,7 @@ def _as_dict(choice: Choice) -> dict[str, Any]:
     return {
         "strategy": choice.name,
         "arguments": choice.arguments,
+        "ranks": choice.ranks.size,
         "axes": dataclasses.asdict(choice.ranks),
         "step_seconds": predicted.step_seconds,
         "memory": choice.memory,
