@@ -132,7 +132,7 @@ gpu-test: ## run the unit tests on CUDA, 9 minutes of them at a time: one rank o
 gpu-checks: ## run the scripts of tests/gpu, 9 minutes at a time: a verdict each, details in gpu_checks/ (GPU_CHECKS_FLAGS="--only memory")
 	PYTHONPATH=$(CURDIR) $(GPU_PYTHON) -m tests.gpu --out gpu_checks $(GPU_CHECKS_FLAGS)
 
-gpu-bench: ## compare step time, memory and kernels on a GPU with FSDP2 and the original, in 8 minutes (BENCH_FLAGS="--full")
+gpu-bench: ## compare step time, memory and kernels on a GPU with FSDP2 and NVIDIA's engine, in 8 minutes (BENCH_FLAGS="--full")
 	PYTHONPATH=$(CURDIR) $(GPU_PYTHON) -W ignore -m benchmarks --only gpu --add $(BENCH_FLAGS)
 
 cluster-test: install ## stop, kill and cut off jobs on a Slurm cluster of two nodes here, as root (INSTALL=1 installs Slurm; CLUSTER_FLAGS="--only requeue")

@@ -33,6 +33,9 @@ LINK = re.compile(
     r"|(?P<text>!?\[[^\]]*\])\((?P<target>[^)\s#:]+)(?P<anchor>#[^)\s]*)?\)",
     re.DOTALL | re.MULTILINE,
 )
+# A cell of a table, the text of a piece of code, and where a long name may break.
+CELL, CODE = re.compile(r"<td.*?</td>", re.DOTALL), re.compile(r"(?<=<code>)[^<]+")
+SEAM = re.compile(r"(?<=[^\W_])[._/=]+(?=[^\W_])")
 
 
 def words() -> int:
@@ -81,6 +84,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return f"{link['text']}({relative}{link['anchor'] or ''})"
 
     return LINK.sub(rewritten, markdown)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Let the names in tables break at their dots, slashes and underscores, before they break anywhere."""
+    return CELL.sub(lambda cell: CODE.sub(lambda code: SEAM.sub(r"\g<0><wbr>", code[0]), cell[0]), html)
 
 
 def _path_in_repository(uri: str, target: str) -> str:

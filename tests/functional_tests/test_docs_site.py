@@ -165,6 +165,19 @@ def test_pictures_are_legible(site: Site) -> None:
     tab.close()
 
 
+def test_tables_fit_a_phone(site: Site) -> None:
+    """Columns of numbers are as narrow as their numbers, an empty head takes no line, and names break at their dots."""
+    tab, _ = opened(site, "performance.html")
+    tab.set_viewport_size(PHONE)
+    wide = "[...document.querySelectorAll('.md-typeset__scrollwrap')].map(e => e.scrollWidth > e.clientWidth)"
+    assert set(tab.evaluate(wide)) == {False}
+    tab.goto(f"{site.address}frameworks/huggingface.html")
+    empty = "[...document.querySelectorAll('thead')].filter(e => !e.textContent.trim()).map(e => e.offsetHeight)"
+    assert set(tab.evaluate(empty)) == {0}
+    assert tab.locator("td code:has(wbr)").count() > 10
+    tab.close()
+
+
 def test_docstrings_are_rendered(site: Site) -> None:
     for page in (site.folder / "reference").glob("*.html"):
         text = page.read_text()

@@ -153,7 +153,7 @@ def test_packages_keep_their_budgets() -> None:
 
 
 def test_texts_have_the_words_of_the_field() -> None:
-    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    pages = [*ROOT.glob("*.md"), ROOT / "Makefile", *(ROOT / "docs").rglob("*.md")]
     found = []
     for path in [*pages, *(path for name in FOLDERS for kind in TEXTS for path in (ROOT / name).rglob(f"*.{kind}"))]:
         for number, line in enumerate(path.read_text().splitlines(), 1):

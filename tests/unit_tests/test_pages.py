@@ -25,6 +25,12 @@ def test_pictures(ranks: RankPool) -> None:
         assert (DOCS / "images" / f"{name}.svg").read_text() == svg, "run: python scripts/draw_pictures.py"
 
 
+def test_pages_say_where_the_arguments_of_their_commands_are_defined() -> None:
+    users = [page for page in DOCS.rglob("*.md") if "${GPT[@]}" in (text := page.read_text()) and "GPT=(" not in text]
+    assert len(users) > 10
+    assert [page.name for page in users if "start/megatron.md#2-add-the-flags" not in page.read_text()] == []
+
+
 def test_every_argument_is_described() -> None:
     names = set(inspect.signature(fully_shard_model).parameters)
     assert set(argument_table.described(fully_shard_model)) == names
