@@ -243,6 +243,8 @@ def test_launch_scripts_fit_into_their_gpus(tmp_path: Path) -> None:
     commands = [["--gpu", "h100", "--world-size", *words_of(path)] for path in scripts]
     for path, found in zip(scripts, run_doctor(commands, ROOT), strict=True):
         assert found.code == 0 and "does it fit?" in found.out, f"{path.name}: {found.out}{found.err}"
+    # In the folder of a job that runs, a file of this kind would say that the job has failed.
+    assert not [path for path in ("checkpoints", "runs") if (ROOT / path).exists()]
 
 
 def flag(words: list[str], name: str) -> str:

@@ -45,7 +45,7 @@ BUDGETS = {
     "megatron/fsdp/tools": 3_200,
     "megatron/fsdp/tools/predict": 1_185,
     "megatron_fsdp": 150,
-    "tests": 37_520,
+    "tests": 37_530,
 }
 
 # Phrases, as regular expressions, and the word that people of this field search for.

@@ -59,12 +59,16 @@ def leaving_outcome() -> Iterator[None]:
 def initialize(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Initialize Megatron, and remove the file of an earlier run."""
     result = original(*args, **kwargs)
-    parsed = megatron_arguments()
-    # The doctor initializes Megatron as well.
-    if getattr(parsed, "save", None) and not getattr(parsed, "fake_process_group", False):
-        if rank_and_world_size()[0] == 0:
-            forget_outcome(Path(parsed.save))
+    if (folder := _folder()) is not None and rank_and_world_size()[0] == 0:
+        forget_outcome(folder)
     return result
+
+
+def _folder() -> Path | None:
+    """The folder of ``--save``, unless this is the doctor, which runs scripts with a fake process group."""
+    args = megatron_arguments()
+    folder = getattr(args, "save", None)
+    return Path(folder) if folder and not getattr(args, "fake_process_group", False) else None
 
 
 def _iterations_left() -> int:
@@ -75,6 +79,5 @@ def _iterations_left() -> int:
 
 
 def _leave(outcome: str, reason: str = "") -> None:
-    folder = getattr(megatron_arguments(), "save", None)
-    if folder and (outcome == FAILED or rank_and_world_size()[0] == 0):
-        leave_outcome(Path(folder), outcome, reason)
+    if (folder := _folder()) is not None and (outcome == FAILED or rank_and_world_size()[0] == 0):
+        leave_outcome(folder, outcome, reason)
