@@ -180,7 +180,10 @@ class SimulatedDevice(TorchDispatchMode):
         thread.join()
         result = results.pop()
         if isinstance(result, BaseException):
-            raise result
+            try:
+                raise result
+            finally:
+                del result  # a cycle with this frame, which autograd's own thread does not leave behind
         return result
 
     # Replacements ----------------------------------------------------------------------------------------------
@@ -323,6 +326,7 @@ def simulated_device(kernel_time: float = 1.0) -> Iterator[SimulatedDevice]:
         kernel_time: Time of a kernel on the device; a launch takes the host 1.
     """
     device = SimulatedDevice(kernel_time)
+    collects = gc.isenabled()
     resize = torch.UntypedStorage.resize_
 
     def resize_(storage: torch.UntypedStorage, nbytes: int) -> None:
@@ -332,6 +336,11 @@ def simulated_device(kernel_time: float = 1.0) -> Iterator[SimulatedDevice]:
     # torch caches this list of its functions. It must not be made while some of them are replaced.
     _device_constructors()
     with contextlib.ExitStack() as stack:
+        # The collector would free memory at any time, also while the allocator looks for some. Cycles live on until the
+        # program calls ``gc.collect``.
+        gc.disable()
+        if collects:
+            stack.callback(gc.enable)
         for name, value in _tensor_methods(device).items():
             stack.enter_context(patch.object(torch.Tensor, name, value))
         stack.enter_context(patch.object(torch.UntypedStorage, "resize_", resize_))

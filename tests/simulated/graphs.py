@@ -15,11 +15,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
 from tests.simulated.device import SimulatedDevice
-from tests.simulated.streams import Event, Stream, Timeline
-
-
-class CaptureError(AssertionError):
-    """CUDA would refuse to capture this, or a replay would not repeat it."""
+from tests.simulated.streams import CaptureError, Event, Stream, Timeline
 
 
 class SimulatedGraph:
@@ -35,13 +31,15 @@ class SimulatedGraph:
 
     @contextlib.contextmanager
     def capture(self) -> Iterator[None]:
-        """Record the kernels of the block. Stands for ``torch.cuda.graph``, on the current stream.
+        """Record the kernels of the block. Stands for ``torch.cuda.graph``, on the current stream: the host first waits
+        for the device.
 
         Raises:
             CaptureError: Another stream's kernels are not part of the capture or are not waited for at its end, or an
                 event is queried, also by another thread that does not ignore captures.
             HostWait: The host would wait for the device.
         """
+        self._device.timeline.synchronize()
         rules = _Rules(self._device.timeline.current[-1], self._device.ignoring)
         device = self._device
         before, saved = device.on_kernel, [(storage, storage.clone()) for storage in device.memory.on_device()]
@@ -107,7 +105,8 @@ class _Rules:
         def record_event(event: Event, stream: Stream | None = None) -> None:
             stream = stream or self._origin
             record(event, stream)
-            if stream.number in self._clocks:
+            event.is_captured = stream.number in self._clocks
+            if event.is_captured:
                 self._events[event] = dict(self._clocks[stream.number])
 
         def wait_event(event: Event, stream: Stream | None = None) -> None:

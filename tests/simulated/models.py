@@ -13,6 +13,18 @@ from tests.simulated.device import DEVICE, SimulatedDevice
 BF16: dict[str, Any] = {"dtype": torch.bfloat16, "mixed_precision_policy": FP32_GRADS}
 
 
+class Skips(TinyModel):
+    """The first block can be left out."""
+
+    skips = False
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks[self.skips :]:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
 def adamw(parameters: Any) -> torch.optim.Optimizer:
     """AdamW as torch chooses it on CUDA."""
     return torch.optim.AdamW(parameters, lr=1e-2, foreach=True)

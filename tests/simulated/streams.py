@@ -9,11 +9,17 @@ import threading
 from types import TracebackType
 from typing import Any
 
+import torch
+
 from tests.simulated.checker import HOST, Checker
 
 
 class HostWait(AssertionError):
     """The host would wait for the device where it must not."""
+
+
+class CaptureError(AssertionError):
+    """CUDA would refuse to capture this, or a replay would not repeat it."""
 
 
 class Timeline:
@@ -112,12 +118,17 @@ class Stream:
 
 
 class Event:
-    """Stands for ``torch.cuda.Event``. ``query`` puts nothing in an order: the engine must not rely on it."""
+    """Stands for ``torch.cuda.Event``. ``query`` puts nothing in an order: the engine must not rely on it.
+
+    Attributes:
+        is_captured: It was recorded in a capture, and has happened only there.
+    """
 
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
         self._number = next(timeline.numbers)
         self._time: float | None = None
+        self.is_captured = False
 
     @property
     def is_recorded(self) -> bool:
@@ -132,6 +143,8 @@ class Event:
 
     def wait(self, stream: Stream | None = None) -> None:
         """Make later kernels of the stream wait."""
+        if self.is_captured and not torch.cuda.is_current_stream_capturing():
+            raise CaptureError("a stream waits for an event of a capture that has ended")
         stream = stream or self._timeline.current[-1]
         if self._time is not None:
             stream.end = max(stream.end, self._time)

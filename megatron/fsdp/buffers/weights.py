@@ -369,9 +369,6 @@ class WeightBuffer:
                 waited = self.unsharding.pop(handle) if handle.done else []
             for plane in waited:
                 plane.is_current = True
-            if handle is self._reader and handle.done:
-                # Tasks of the outer stream start after the compute. A captured one must not wait for an earlier event.
-                self._reader = None
 
     def reshard(self, keep: bool = False) -> None:
         """Free temporary compute weights, which nothing reads after the compute issued so far.

@@ -47,7 +47,7 @@ class Handle(ABC):
 
     @property
     def done(self) -> bool:
-        """False if an exception interrupted the wait before the task ended. The caller can then wait again."""
+        """False if an exception interrupted :meth:`wait` too early. The caller can then wait again."""
         return True
 
     @property
@@ -271,9 +271,19 @@ class _CudaHandle(Handle):
     def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
         self._event = event
         self._device = device
+        self._in_capture = torch.cuda.is_current_stream_capturing()
+        self._waited = False
 
     def wait(self) -> None:
-        torch.cuda.current_stream(self._device).wait_event(self._event)
+        # CUDA refuses a wait across the border of a capture, which needs none: ``torch.cuda.graph`` begins when the
+        # device has run everything, and a replay is ordered as a whole by the stream that launches it.
+        if torch.cuda.is_current_stream_capturing() == self._in_capture:
+            torch.cuda.current_stream(self._device).wait_event(self._event)
+        self._waited = True
+
+    @property
+    def done(self) -> bool:
+        return self._waited
 
     @property
     def ended(self) -> bool:

@@ -216,6 +216,34 @@ def test_bytes_in_use_are_those_of_living_storages(sim: SimulatedDevice) -> None
     assert sim.memory.allocator.active == before
 
 
+def test_cycles_are_collected_when_the_program_asks_for_it(sim: SimulatedDevice) -> None:
+    """So that a run allocates the same addresses each time, and none while others are allocated or freed."""
+    before = sim.memory.allocator.active
+    cycle: list[object] = [_device(100)]
+    cycle.append(cycle)
+    del cycle
+    _ = [[number] for number in range(20_000)]  # the collector would run
+    assert sim.memory.allocator.active == before + 400
+    gc.collect()
+    assert sim.memory.allocator.active == before
+
+
+def test_an_exception_in_backward_keeps_nothing(sim: SimulatedDevice) -> None:
+    before = sim.memory.allocator.active
+
+    def fail(grad: torch.Tensor) -> None:
+        raise ArithmeticError
+
+    def backward() -> None:
+        x = _device(100).requires_grad_()
+        x.register_hook(fail)
+        (x * 2).sum().backward()
+
+    with pytest.raises(ArithmeticError):
+        backward()
+    assert sim.memory.allocator.active == before
+
+
 # Devices and waits of the host -------------------------------------------------------------------------------------
 
 

@@ -44,7 +44,7 @@ from tests.simulated.faults import (
     waits_for_unshard_stream,
     weights_allocated_in_reduce_stream,
 )
-from tests.simulated.models import BF16, sharded
+from tests.simulated.models import BF16, Skips, sharded
 from tests.simulated.ranks import fake_ranks
 from tests.simulated.streams import HostWait
 
@@ -418,23 +418,11 @@ def test_blocking_copies_of_offload_are_found(ranks: RankPool, what: str) -> Non
     ranks.run(1, _blocking_offload, what)
 
 
-class _Skips(TinyModel):
-    """The first block can be left out."""
-
-    skips = False
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks[self.skips :]:
-            x = block(x)
-        return self.head(self.norm(x))
-
-
 def _other_optimizer() -> None:
     """Megatron's optimizer writes main weights without a call of the engine after gradients are synchronized."""
     for injected in (None, _replace(CommContext, "join_unshards", _left_out)):
         with _simulation(injected, kernel_time=50.0) as sim:
-            model, optimizer = sharded(kind=_Skips)
+            model, optimizer = sharded(kind=Skips)
             for tokens in batches(3, 1).to(DEVICE):
                 loss_of(model, tokens[0]).backward()
                 model.finish_grad_sync()

@@ -17,8 +17,10 @@ from tests.models import STRATEGIES, batches, loss_of, main_weights
 from tests.ranks import DEVICE as REAL_DEVICE
 from tests.ranks import RankPool
 from tests.simulated.device import DEVICE, SimulatedDevice, simulated_device
-from tests.simulated.graphs import CaptureError, SimulatedGraph
-from tests.simulated.models import BF16, adamw, sharded
+from tests.simulated.graphs import SimulatedGraph
+from tests.simulated.models import BF16, Skips, adamw, sharded
+from tests.simulated.ranks import fake_ranks
+from tests.simulated.streams import CaptureError
 from tests.slow import all_but_slow
 
 pytestmark = [
@@ -178,6 +180,51 @@ def test_a_capture_before_the_first_iteration_raises(ranks: RankPool) -> None:
     ranks.run(2, _captured_at_once)
 
 
+def _evaluates_without_a_unit(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> None:
+    """Nothing waits for the unshard of a unit that is skipped."""
+    model.module.skips = True
+    _evaluate(model, tokens)
+    model.module.skips = False
+
+
+def _drops_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> None:
+    model.set_model_auto_sync(False)
+    loss_of(model, tokens).backward()
+    optimizer.zero_grad()
+    model.set_model_auto_sync(True)
+
+
+LEFT = {"an unshard": _evaluates_without_a_unit, "a reduction": _drops_gradients}
+
+
+def _captures_after(what: str) -> None:
+    with fake_ranks(4), simulated_device() as sim:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+        axes = {"device_mesh": mesh, "dp_shard_dim": "inner", "dp_outer_dim": "outer"}
+        model, optimizer = _sharded(kind=Skips, outer_dp_sharding_strategy="optim", **axes)
+        data = batches(1, 1)[0].to(DEVICE)
+        for _ in range(WARM_UP):
+            _backward(model, data)
+            optimizer.step()
+            optimizer.zero_grad()
+        LEFT[what](model, optimizer, data[0])
+        graph = SimulatedGraph(sim)
+        with graph.capture():
+            _backward(model, data)
+        for _ in range(2):
+            graph.replay()
+            optimizer.step()
+            optimizer.zero_grad()
+        LEFT[what](model, optimizer, data[0])
+        _backward(model, data)
+        assert not sim.races
+
+
+@pytest.mark.parametrize("what", LEFT)
+def test_tasks_from_before_a_capture_are_not_waited_for_in_it(ranks: RankPool, what: str) -> None:
+    ranks.run(1, _captures_after, what)
+
+
 def _replaced() -> None:
     with simulated_device():
         model, optimizer = _sharded()
@@ -226,6 +273,14 @@ def test_a_wait_for_an_earlier_event_raises() -> None:
         event = torch.cuda.Event()
         event.record()
         with pytest.raises(CaptureError, match="from before"), SimulatedGraph(sim).capture():
+            torch.cuda.current_stream().wait_event(event)
+
+
+def test_a_wait_for_an_event_of_an_earlier_capture_raises() -> None:
+    with simulated_device() as sim:
+        with SimulatedGraph(sim).capture():
+            event = torch.cuda.current_stream().record_event()
+        with pytest.raises(CaptureError, match="has ended"):
             torch.cuda.current_stream().wait_event(event)
 
 
