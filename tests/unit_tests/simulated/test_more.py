@@ -1,9 +1,8 @@
 """Actions of scripts between and around steps, on the simulated device: no unordered accesses to memory."""
 
-import contextlib
 import gc
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -11,8 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.fsdp.buffers.gradients import GradientBuffer
-from megatron.fsdp.buffers.weights import WeightBuffer
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron.fsdp.optim import matrix_exchange
 from megatron.fsdp.optim.full_matrices import FullMatrices
@@ -25,7 +22,6 @@ from tests.ranks import RankPool
 from tests.simulated.device import DEVICE, simulated_device
 from tests.simulated.models import BF16, adamw, assert_clean, on_device, sharded
 from tests.simulated.ranks import fake_ranks
-from tests.simulated.streams import Event, Stream
 
 pytestmark = [
     pytest.mark.skipif(REAL_DEVICE == "cuda", reason="computes on CPU tensors"),
@@ -219,36 +215,6 @@ def _fail(model: nn.Module, optimizer: Optimizer, tokens: torch.Tensor) -> None:
     _step(model, optimizer, tokens)
 
 
-@contextlib.contextmanager
-def _interrupted(owner: type) -> Iterator[None]:
-    """The first wait of the compute in a method ``wait`` raises, as Ctrl-C does, before it has waited."""
-    wait, wait_event, interrupted = owner.wait, Stream.wait_event, list[None]()  # type: ignore[attr-defined]
-
-    def wait_of_event(stream: Stream, event: Event) -> None:
-        if not interrupted:
-            interrupted.append(None)
-            raise KeyboardInterrupt
-        wait_event(stream, event)
-
-    def wait_once(*args: Any) -> None:
-        with patch.object(Stream, "wait_event", wait_of_event):
-            wait(*args)
-
-    with patch.object(owner, "wait", wait_once):
-        yield
-    assert interrupted
-
-
-def _interrupt(model: nn.Module, optimizer: Optimizer, tokens: torch.Tensor) -> None:
-    for owner in (WeightBuffer, GradientBuffer):
-        with _interrupted(owner), pytest.raises(KeyboardInterrupt):
-            loss_of(model, tokens).backward()
-            model.finish_grad_sync()
-        optimizer.zero_grad()
-        _use_memory()
-    _step(model, optimizer, tokens)
-
-
 IN_EACH_STEP: dict[str, Callable[[nn.Module, Optimizer, torch.Tensor], None]] = {
     "evaluation between steps": _evaluate_between_steps,
     "evaluation that skips a unit before the step": _skip_a_unit_before_the_step,
@@ -266,7 +232,6 @@ IN_EACH_STEP: dict[str, Callable[[nn.Module, Optimizer, torch.Tensor], None]] = 
     "another method": _call_another_method,
     "gradient hooks": _hook_gradients,
     "exceptions": _fail,
-    "interrupted waits": _interrupt,
 }
 # Quantized weights are in a model without another method and skipped blocks.
 OF_QUANTIZED = (
