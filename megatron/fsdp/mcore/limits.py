@@ -251,6 +251,15 @@ LIMITS: tuple[Limit, ...] = (
         "Save checkpoints (--save-interval).",
         condition=lambda s: bool(s["save_params_interval"]) and s["data_parallel_sharding_strategy"] != "no_shard",
     ),
+    Limit(
+        "check_weight_hash_across_dp_replicas_interval with optim_grads_params",
+        "No rank has a replica of another's weights.",
+        "Leave it off, or set data_parallel_sharding_strategy (--data-parallel-sharding-strategy) to optim_grads.",
+        condition=lambda s: (
+            s["check_weight_hash_across_dp_replicas_interval"] is not None
+            and s["data_parallel_sharding_strategy"] == "optim_grads_params"
+        ),
+    ),
     _not_yet(
         "save or load on object storage",
         "s3://, gs:// and msc://",

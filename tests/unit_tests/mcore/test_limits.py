@@ -60,6 +60,10 @@ BROKEN: dict[str, dict[str, Any]] = {
         "overlap_moe_expert_parallel_comm": True,
     },
     "save_params_interval with sharded weights": {"save_params_interval": 10},
+    "check_weight_hash_across_dp_replicas_interval with optim_grads_params": {
+        "check_weight_hash_across_dp_replicas_interval": 1,
+        "data_parallel_sharding_strategy": "optim_grads_params",
+    },
     "moe_single_grouped_weight or moe_single_grouped_bias": {"moe_single_grouped_weight": True},
     "use_sharp for the group dp": {"use_sharp": True},
     "save or load on object storage": {"save": "msc://bucket/run"},
@@ -102,6 +106,11 @@ def test_each_limit_is_an_error_that_says_what_to_do(limit: limits.Limit) -> Non
         ("--save-params-interval 5 --data-parallel-sharding-strategy optim", "save_params_interval"),
         ("--save-params-interval 5 --data-parallel-sharding-strategy optim_grads_params", "save_params_interval"),
         ("--save-params-interval 5 --data-parallel-sharding-strategy no_shard", ""),
+        ("--check-weight-hash-across-dp-replicas-interval 1", "check_weight_hash_across_dp_replicas_interval with"),
+        (
+            "--check-weight-hash-across-dp-replicas-interval 1 --data-parallel-sharding-strategy optim_grads",
+            "",
+        ),
         ("--non-persistent-ckpt-type global", "non_persistent_ckpt_type"),
         ("--ckpt-convert-format torch_dist", "ckpt_convert_format"),
         ("--bf16 --megatron-fsdp-main-params-dtype bf16", "megatron_fsdp_main_params_dtype"),
