@@ -3,7 +3,6 @@
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from megatron.core.rerun_state_machine import EXIT_CODE_RESUME_TO_DISAMBIGUATE
@@ -17,6 +16,7 @@ from megatron.fsdp.checkpoint.stopping import (
     forget_outcome,
     leave_outcome,
 )
+from megatron.fsdp.checkpoint.storage import as_path
 from megatron.fsdp.mcore.resuming import megatron_arguments
 
 
@@ -63,7 +63,7 @@ def initialize(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     # The doctor initializes Megatron as well.
     if getattr(parsed, "save", None) and not getattr(parsed, "fake_process_group", False):
         if rank_and_world_size()[0] == 0:
-            forget_outcome(Path(parsed.save))
+            forget_outcome(as_path(parsed.save))
     return result
 
 
@@ -77,4 +77,4 @@ def _iterations_left() -> int:
 def _leave(outcome: str, reason: str = "") -> None:
     folder = getattr(megatron_arguments(), "save", None)
     if folder and (outcome == FAILED or rank_and_world_size()[0] == 0):
-        leave_outcome(Path(folder), outcome, reason)
+        leave_outcome(as_path(folder), outcome, reason)
