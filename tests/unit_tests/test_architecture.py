@@ -25,7 +25,7 @@ BUDGETS = {
     "megatron/fsdp": 410,
     "megatron/fsdp/api": 600,
     "megatron/fsdp/buffers": 1_500,
-    "megatron/fsdp/checkpoint": 2_320,
+    "megatron/fsdp/checkpoint": 2_325,
     "megatron/fsdp/comm": 1_030,
     "megatron/fsdp/convert": 3_960,
     "megatron/fsdp/dtensor": 1_030,
@@ -33,7 +33,7 @@ BUDGETS = {
     "megatron/fsdp/helpers": 340,
     "megatron/fsdp/init": 385,
     "megatron/fsdp/integrations": 520,
-    "megatron/fsdp/mcore": 2_530,
+    "megatron/fsdp/mcore": 2_595,
     "megatron/fsdp/mcore/cpu": 730,
     "megatron/fsdp/naming": 250,
     "megatron/fsdp/optim": 870,
@@ -45,7 +45,7 @@ BUDGETS = {
     "megatron/fsdp/tools": 3_200,
     "megatron/fsdp/tools/predict": 1_185,
     "megatron_fsdp": 150,
-    "tests": 37_700,
+    "tests": 37_800,
 }
 
 # Phrases, as regular expressions, and the word that people of this field search for.

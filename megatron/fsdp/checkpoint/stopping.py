@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.fsdp.checkpoint.storage import REMOTE
+from megatron.fsdp.checkpoint.storage import as_path, is_remote
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class StopSignals:
     signal all processes: give a ``DataLoader`` with workers :func:`ignore_stop_signals` as ``worker_init_fn``.
 
     Args:
-        folder: Where the checkpoints are. It is created. None: leave no file.
+        folder: Where the checkpoints are, also on object storage. It is created. None: leave no file.
         signals: Signals that ask the run to stop.
 
     Raises:
@@ -65,9 +65,7 @@ class StopSignals:
         folder: str | os.PathLike | None = None,
         signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGINT),
     ) -> None:
-        if folder is not None and REMOTE.match(str(folder)):
-            raise ValueError(f"StopSignals: expected a local folder for outcome.txt, or None; got {folder}.")
-        self._folder = None if folder is None else Path(folder)
+        self._folder = None if folder is None else as_path(folder)
         self._signals = signals
         self._earlier: dict[signal.Signals, Any] = {}
         # The signals that have arrived here, and when the first one did.
@@ -209,14 +207,19 @@ def forget_outcome(folder: Path) -> None:
 def leave_outcome(folder: Path, outcome: str, reason: str = "") -> None:
     """Write how the run ended, unless a rank has written it before: the first error is the cause of the others."""
     path = folder / OUTCOME
+    text = f"{outcome} {reason}".rstrip() + "\n"
     try:
+        if is_remote(path):  # cannot be created exclusively: of ranks that fail at once, any may be named
+            if not path.exists():
+                path.write_bytes(text.encode())
+            return
         os.makedirs(folder, exist_ok=True)
         with suppress(FileExistsError), open(path, "x") as file:
             try:
-                file.write(f"{outcome} {reason}".rstrip() + "\n")
+                file.write(text)
                 file.flush()
             except OSError:  # a full disk: an empty file would keep other ranks from writing theirs
                 path.unlink()
                 raise
-    except OSError as error:  # must not hide how the run really ended
+    except Exception as error:  # noqa: BLE001 - must not hide how the run really ended
         logger.warning("%s: cannot write how the run ended (%s): %s", path, error, outcome)

@@ -200,6 +200,11 @@ class RemotePath:
             if not missing_ok:
                 raise
 
+    def rmtree(self) -> None:
+        """Remove what is below: first what makes a folder a checkpoint, so that none of a part is left."""
+        for path in sorted(self.iterdir(), key=lambda path: path.name != ".metadata"):
+            path.rmtree() if path.is_dir() else path.unlink()
+
     def mkdir(self, *unused: Any, **also_unused: Any) -> None:
         """Nothing: a folder exists if there is an object below."""
 

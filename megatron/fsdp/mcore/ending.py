@@ -17,6 +17,7 @@ from megatron.fsdp.checkpoint.stopping import (
     forget_outcome,
     leave_outcome,
 )
+from megatron.fsdp.checkpoint.storage import as_path
 from megatron.fsdp.mcore.resuming import megatron_arguments
 
 
@@ -68,7 +69,7 @@ def _folder() -> Path | None:
     """The folder of ``--save``, unless this is the doctor, which runs scripts with a fake process group."""
     args = megatron_arguments()
     folder = getattr(args, "save", None)
-    return Path(folder) if folder and not getattr(args, "fake_process_group", False) else None
+    return as_path(folder) if folder and not getattr(args, "fake_process_group", False) else None
 
 
 def _iterations_left() -> int:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from megatron.fsdp.api.ddp_config import NOTHING_SHARDED
-from megatron.fsdp.checkpoint.storage import REMOTE
+from megatron.fsdp.checkpoint.storage import REMOTE, problem_of
 from megatron.fsdp.mcore.options import EXPERT_INSTANCES, EXPERTS, added
 from megatron.fsdp.sharding.strategy import INNER
 
@@ -168,6 +168,16 @@ def _warms_up_too_long(settings: Settings) -> bool:
     return too_long("iters") or too_long("samples")
 
 
+# What makes Megatron write into the folder of --save with functions of file systems.
+_TO_FILES = (
+    "async_save",
+    "log_progress",
+    "save_activations_interval",
+    "save_dgrads_interval",
+    "save_tokens_per_expert_interval",
+    "wandb_project",
+    "enable_ft_package",
+)
 _NOT_WITH_MUON = ("fp16", "use_precision_aware_optimizer", "optimizer_cpu_offload")
 
 LIMITS: tuple[Limit, ...] = (
@@ -261,10 +271,10 @@ LIMITS: tuple[Limit, ...] = (
         ),
     ),
     _not_yet(
-        "save or load on object storage",
-        "s3://, gs:// and msc://",
-        "Mount the storage.",
-        lambda s: any(REMOTE.match(str(s[name])) for name in ("save", "load", "pretrained_checkpoint")),
+        f"save on object storage with {', '.join(_TO_FILES[:-1])} or {_TO_FILES[-1]}",
+        "files there that are no checkpoints, and saves in the background",
+        "Leave them off, or mount the storage.",
+        lambda s: bool(REMOTE.match(str(s["save"]))) and any(s[name] for name in _TO_FILES),
     ),
     _not_yet(
         "non_persistent_ckpt_type global",
@@ -514,6 +524,9 @@ def validate_args(original: Callable[..., Any], args: Any, *rest: Any, **kwargs:
         return original(args, *rest, **kwargs)
     settings = Settings(args)
     check(settings)
+    for name in ("save", "load", "pretrained_checkpoint"):
+        if problem := problem_of(settings[name]):
+            raise ImportError(f"--{name.replace('_', '-')}: {problem}")
     adjust(settings)
     is_muon = args.optimizer in MUON
     if is_muon:

@@ -13,6 +13,7 @@ from megatron.core import parallel_state
 from megatron.fsdp.checkpoint import loading
 from megatron.fsdp.checkpoint.matching import Reaction, Strictness
 from megatron.fsdp.checkpoint.reader import RELEASE
+from megatron.fsdp.checkpoint.storage import as_path
 from megatron.fsdp.convert.fsdp_dtensor import KEPT
 from megatron.fsdp.helpers.notes import add_note
 from megatron.fsdp.mcore.checkpoint_state import LAYOUTS_KEY, CheckpointState, Names
@@ -74,7 +75,7 @@ def load_objects(state_dict: dict[str, Any], *, checkpoint_id: Any = None, **opt
     if options:
         dcp.load(state_dict, checkpoint_id=checkpoint_id, **options)
         return
-    folder = Path(checkpoint_id)
+    folder = as_path(checkpoint_id)
     if is_torch_dist(folder):
         found = load_common(folder, list(state_dict))
         state_dict.clear()  # Megatron takes its own arguments if there is no key of them
@@ -90,7 +91,7 @@ def load_state_dict(state_dict: dict[str, Any], storage_reader: Any, planner: An
         RuntimeError: Keys are missing or unexpected, the order of a parameter's rows is unknown, or weights are
             inconsistent after loading.
     """
-    folder = Path(storage_reader.path)
+    folder = as_path(storage_reader.path)
     if not isinstance(state_dict, CheckpointState):
         loading.load(state_dict, folder)
         return

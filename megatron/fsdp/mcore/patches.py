@@ -227,6 +227,18 @@ MEGATRON = Patches(
             Kind.FACTORY,
         ),
         _patch(
+            f"{_CHECKPOINTING}:maybe_msc",
+            "has no files on object storage, except through NVIDIA's client",
+            "storage:FileView",
+            Kind.FACTORY,
+        ),
+        _patch(
+            f"{_CHECKPOINTING}:shutil",
+            "removes checkpoints of file systems only",
+            "storage:shutil_view",
+            Kind.FACTORY,
+        ),
+        _patch(
             f"{_CHECKPOINTING}:FileSystemReader",
             "unpickles a checkpoint's metadata without restrictions",
             "torch_dist:Reader",

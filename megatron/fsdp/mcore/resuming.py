@@ -18,6 +18,7 @@ from megatron.fsdp.checkpoint.checksums import METADATA
 from megatron.fsdp.checkpoint.loading import load_objects
 from megatron.fsdp.checkpoint.newest import folder_of, iterations_in, newest_complete
 from megatron.fsdp.checkpoint.reader import COMMON, FORMAT_FILE, RELEASE, TRACKER, common_state
+from megatron.fsdp.checkpoint.storage import as_path
 
 logger = logging.getLogger(__name__)
 
@@ -59,8 +60,8 @@ def read_metadata(original: Callable[..., Any], tracker_filename: str) -> tuple[
     Raises:
         RuntimeError: There is no whole checkpoint, or the tracker file names one of Megatron's legacy format.
     """
-    folder = Path(tracker_filename).parent
-    text = Path(tracker_filename).read_bytes().decode(errors="replace").strip()
+    folder = as_path(tracker_filename).parent
+    text = as_path(tracker_filename).read_bytes().decode(errors="replace").strip()
     wanted = int(text) if _ITERATION.fullmatch(text) else None
     args = megatron_arguments()  # None: they will be taken from the checkpoint
     torch_dist = wanted is not None and (folder_of(folder, wanted) / FORMAT_FILE).exists()
@@ -85,9 +86,9 @@ def load_base_checkpoint(original: Callable[..., Any], load_dir: Any, args: Any,
         RuntimeError: The folder has files of a checkpoint, and none that can be loaded.
     """
     chosen = getattr(args, "ckpt_step", None)
-    if load_dir is None or chosen or not uses_fsdp_dtensor(args) or _has_tracker(Path(load_dir)):
+    if load_dir is None or chosen or not uses_fsdp_dtensor(args) or _has_tracker(as_path(load_dir)):
         return original(load_dir, args, *rest, **kwargs)
-    folder = Path(load_dir)
+    folder = as_path(load_dir)
     found = _untracked(folder)
     itself = found is None and _is_checkpoint(folder)
     if found is None and not itself:
@@ -114,7 +115,7 @@ def load_path(original: Callable[..., str], args: Any, load_arg: str = "load") -
     """The folder of the checkpoint to load; with ``--pretrained-checkpoint`` alone, that of its checkpoint."""
     load_arg = load_arg if getattr(args, load_arg) is not None else "pretrained_checkpoint"
     folder = getattr(args, load_arg)
-    itself = folder is not None and not _has_tracker(Path(folder)) and _is_checkpoint(Path(folder))
+    itself = folder is not None and not _has_tracker(as_path(folder)) and _is_checkpoint(as_path(folder))
     return str(folder) if itself else original(args, load_arg)
 
 
@@ -128,7 +129,7 @@ def checkpoint_exists(original: Callable[..., bool], checkpoints_path: Any) -> b
         return True
     if checkpoints_path is None or not uses_fsdp_dtensor(megatron_arguments()):
         return False
-    folder = Path(checkpoints_path)
+    folder = as_path(checkpoints_path)
     found = _is_checkpoint(folder) or bool(_completed(folder))
     if not found:
         _require_usable(folder)

@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron.fsdp.checkpoint.loading import Contents, View
 from megatron.fsdp.checkpoint.reader import CheckpointReader, common_state, format_of, open_checkpoint
+from megatron.fsdp.checkpoint.storage import as_path
 from megatron.fsdp.convert.fsdp_dtensor import CHECKPOINT_VERSION
 from megatron.fsdp.convert.options import ReadOptions
 from megatron.fsdp.convert.rewrites import TORCH_DIST
@@ -57,12 +58,12 @@ class Reader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Read the checkpoint's metadata. Raises the errors of ``CheckpointReader``."""
-        opened, run = open_checkpoint(Path(self.path)), megatron_arguments()
+        opened, run = open_checkpoint(as_path(self.path)), megatron_arguments()
         lenient = not getattr(run, "strict_fsdp_dtensor_load", True)
         # Then Megatron compares keys: a layer of a GPT model becomes several of a hybrid one, which it finds by them.
         compares = lenient or getattr(run, "hybrid_layer_pattern", None)
         # The conversion of a large model takes seconds to plan.
-        if not compares or not is_torch_dist(Path(self.path)):
+        if not compares or not is_torch_dist(as_path(self.path)):
             return opened.metadata
         loads = not (getattr(run, "finetune", False) or getattr(run, "no_load_optim", False))
         return view(loads)(opened).metadata
@@ -75,7 +76,7 @@ def checkpoint_format(original: Callable[..., str], checkpoint_name: Any, args: 
         RuntimeError: It is Megatron's legacy format, which the loop would fail to load, and end without an error.
     """
     if uses_fsdp_dtensor(args):
-        refuse_legacy(Path(checkpoint_name))
-    if uses_fsdp_dtensor(args) and is_torch_dist(Path(checkpoint_name)):
+        refuse_legacy(as_path(checkpoint_name))
+    if uses_fsdp_dtensor(args) and is_torch_dist(as_path(checkpoint_name)):
         return "fsdp_dtensor"
     return original(checkpoint_name, args)

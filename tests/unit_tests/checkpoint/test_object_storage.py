@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
@@ -22,6 +22,7 @@ from megatron.fsdp.checkpoint import backend, loading, storage
 from megatron.fsdp.checkpoint.checksums import METADATA, DamagedCheckpoint
 from megatron.fsdp.checkpoint.newest import newest_complete, newest_complete_checkpoint
 from megatron.fsdp.checkpoint.reader import CheckpointReader
+from megatron.fsdp.checkpoint.stopping import FAILED, StopSignals, leave_outcome
 from megatron.fsdp.checkpoint.storage import as_path, problem_of
 from megatron.fsdp.convert.cli import cli
 from tests.checkpoints import sample
@@ -81,6 +82,19 @@ def test_saved_replaced_and_loaded(folder: str) -> None:
     data.unlink()
     with pytest.raises(DamagedCheckpoint, match="expected a file; got none"):
         _loaded(f"{folder}/iter_0000003")
+
+
+def test_the_first_outcome_stays_and_a_folder_is_removed(folder: str) -> None:
+    with pytest.raises(ZeroDivisionError), StopSignals(folder):
+        raise ZeroDivisionError
+    backend.save(_state(1.0), f"{folder}/iter_0000003")
+    leave_outcome(as_path(folder), FAILED, "too late")
+    assert "failed rank 0" in as_path(f"{folder}/outcome.txt").read_text()
+    with StopSignals(folder):
+        pass
+    assert as_path(f"{folder}/outcome.txt").read_text() == "finished\n"
+    cast(Any, as_path(folder)).rmtree()
+    assert not as_path(folder).exists()
 
 
 def test_failed_save_leaves_the_earlier_checkpoint(folder: str) -> None:

@@ -229,11 +229,6 @@ def test_handlers_are_put_back(tmp_path: Path) -> None:
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)] == before
 
 
-def test_the_outcome_is_a_local_file() -> None:
-    with pytest.raises(ValueError, match="expected a local folder for outcome.txt, or None; got s3://bucket/run"):
-        StopSignals("s3://bucket/run")
-
-
 def test_another_thread_cannot_handle_signals(tmp_path: Path) -> None:
     found: list[str] = []
 

@@ -66,7 +66,10 @@ BROKEN: dict[str, dict[str, Any]] = {
     },
     "moe_single_grouped_weight or moe_single_grouped_bias": {"moe_single_grouped_weight": True},
     "use_sharp for the group dp": {"use_sharp": True},
-    "save or load on object storage": {"save": "msc://bucket/run"},
+    next(limit.setting for limit in LIMITS if limit.setting.startswith("save on object storage")): {
+        "save": "s3://bucket/run",
+        "log_progress": True,
+    },
     "non_persistent_ckpt_type global": {"non_persistent_ckpt_type": "global"},
     "ckpt_convert_format": {"ckpt_convert_format": "torch_dist"},
     "megatron_fsdp_main_params_dtype other than fp32 with clip_grad": {
@@ -94,14 +97,13 @@ def test_each_limit_is_an_error_that_says_what_to_do(limit: limits.Limit) -> Non
 @pytest.mark.parametrize(
     ("words", "refused"),
     [
-        ("--save msc://bucket/run", "save or load on object storage"),
+        ("--save memory://run --async-save", "save on object storage with async_save"),
+        ("--save /mnt/s3 --async-save", ""),
         ("--train-iters 20 --lr-warmup-iters 100", "lr_warmup_iters or lr_warmup_samples"),
         ("--train-iters 20 --lr-decay-iters 101 --lr-warmup-iters 100", ""),
         ("--train-iters 100 --lr-decay-iters 20 --lr-warmup-iters 20", "lr_warmup_iters or lr_warmup_samples"),
         ("--train-samples 20 --lr-warmup-samples 20", "lr_warmup_iters or lr_warmup_samples"),
         ("--train-samples 20 --lr-warmup-fraction 0.5", ""),
-        ("--load s3://bucket/run", "save or load on object storage"),
-        ("--pretrained-checkpoint gs://bucket/run", "save or load on object storage"),
         ("--save /mnt/bucket/run --load runs/s3", ""),
         ("--save-params-interval 5 --data-parallel-sharding-strategy optim", "save_params_interval"),
         ("--save-params-interval 5 --data-parallel-sharding-strategy optim_grads_params", "save_params_interval"),
@@ -130,6 +132,13 @@ def test_flags_are_refused_before_megatron_validates_them(words: str, refused: s
         assert validate_args(lambda args: "validated", args) == "validated"
         return
     with pytest.raises((ValueError, NotImplementedError), match=f"^{refused}"):
+        validate_args(lambda args: pytest.fail("Megatron's validation ran"), args)
+
+
+@pytest.mark.parametrize("flag", ["--save", "--load", "--pretrained-checkpoint"])
+def test_an_address_that_cannot_be_reached_is_refused_before_megatron_validates_it(flag: str) -> None:
+    args = _command_line().parse_args(["--use-megatron-fsdp", flag, "hdfs://host/run"])
+    with pytest.raises(ImportError, match=f"^{flag}: hdfs://: expected one of s3://, gs://, msc://"):
         validate_args(lambda args: pytest.fail("Megatron's validation ran"), args)
 
 
