@@ -15,7 +15,7 @@ from megatron.fsdp.dtensor.ragged_dtensor import is_sharded, local_shard, reduce
 from megatron.fsdp.dtensor.unsupported import OWNER
 from megatron.fsdp.helpers.codes import check_values
 from megatron.fsdp.helpers.spelling import did_you_mean, shortened
-from megatron.fsdp.runtime.agreement import LOADED, Agreement, as_text, checksum, propagate_errors
+from megatron.fsdp.runtime.agreement import LOADED, Agreement, propagate_errors, samples
 from megatron.fsdp.runtime.engine import Engine
 from megatron.fsdp.runtime.partition import public_name
 
@@ -219,10 +219,10 @@ def _raise_first(errors: list[str]) -> None:
 def _compare(engine: Engine, wanted: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     """Raise ValueError unless all ranks that shard a parameter load the same full tensor, or shards, into it.
 
-    Otherwise each rank would take its shard of another tensor. Of full tensors, up to about 1,024 elements at equal
-    distances are compared: reading all of a tensor would take longer than copying a shard of it. Buffers may differ.
+    Otherwise each rank would take its shard of another tensor. Up to 32 elements of each full tensor are compared:
+    reading all of it would take longer than copying a shard of it. Buffers may differ.
     """
-    index, checksums = engine.index, {}
+    index, full = engine.index, {}
     found: tuple[dict[str, str], dict[str, str]] = ({}, {})
     for key, target in wanted.items():
         value, is_weight = given.get(key), isinstance(target, ShardedParameter)
@@ -231,8 +231,8 @@ def _compare(engine: Engine, wanted: Mapping[str, Any], given: Mapping[str, Any]
         if is_weight and is_sharded(value):
             found[expert][f"{LOADED} {key}"] = "is sharded"
         elif is_weight and value is not None:
-            checksums[f"{LOADED} {key}"] = checksum(reduced(value), sampled=True)
-    texts = as_text(checksums, engine.device)
+            full[f"{LOADED} {key}"] = reduced(value)
+    texts = samples(full)
     dense, experts = ({name: texts.get(name, text) for name, text in each.items()} for each in found)
     Agreement(index, dense, experts).wait(engine.context.channel)
 
