@@ -36,7 +36,7 @@ BUDGETS = {
     "megatron/fsdp/mcore": 2_510,
     "megatron/fsdp/mcore/cpu": 730,
     "megatron/fsdp/naming": 250,
-    "megatron/fsdp/optim": 870,
+    "megatron/fsdp/optim": 875,
     "megatron/fsdp/quantized": 305,
     "megatron/fsdp/quantized/reference": 390,
     "megatron/fsdp/runtime": 2_335,
@@ -45,7 +45,7 @@ BUDGETS = {
     "megatron/fsdp/tools": 3_300,
     "megatron/fsdp/tools/predict": 1_145,
     "megatron_fsdp": 150,
-    "tests": 37_500,
+    "tests": 37_515,
 }
 
 # Phrases, as regular expressions, and the word that people of this field search for.
