@@ -53,7 +53,7 @@ MERGE = (
     "unit_tests/test_interleaved_micro_batches.py::test_ordinary_steps_and_evaluations_in_between",
     "unit_tests/test_local_step.py::test_fused_optimizers_of_other_libraries_save_load_and_reshard",
     "unit_tests/test_memory.py::test_optimizer_updates_one_unit_at_a_time",
-    "unit_tests/test_memory_command.py::test_bars_are_the_measured_bytes",
+    "unit_tests/test_predict.py::test_estimates_without_activations_are_the_measured_bytes",
     "unit_tests/test_mistakes.py",
     "unit_tests/test_nccl_memory.py::test_all_groups_are_registered_alike_and_once",
     "unit_tests/test_nccl_memory.py::test_ranks_that_use_other_units_register_and_use_the_same_windows",

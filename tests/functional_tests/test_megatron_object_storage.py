@@ -56,6 +56,7 @@ def _names(folder: str) -> list[str]:
     return sorted(path.name for path in as_path(folder).iterdir())
 
 
+@pytest.mark.timeout(600)
 def test_resumes_after_a_kill_during_an_upload(s3: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     whole = _train(s3, f"--train-iters 4 --save {BUCKET}/whole --save-retain-interval 4")
     assert _names(f"{BUCKET}/whole") == ["iter_0000004", "latest_checkpointed_iteration.txt", "outcome.txt"]

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from megatron.fsdp.comm.journal import Journal
 from megatron.fsdp.fsdp2 import fully_shard
 from megatron.fsdp.runtime import agreement
+from megatron.fsdp.runtime.agreement import samples
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model
 from tests.models import logged
 from tests.ranks import RankPool
@@ -368,3 +369,12 @@ def test_every_rank_raises_if_keys_are_missing_on_one(ranks: RankPool) -> None:
     first, second = ranks.run(2, _load_with_missing_keys)
     assert "because rank 1 failed: RuntimeError: state_dict does not fit" in first
     assert second.startswith("RuntimeError: state_dict does not fit")
+
+
+def test_samples_see_more_than_a_column() -> None:
+    ours = {"matrix": torch.zeros(64, 64), "mask": torch.ones(3) > 0, "empty": torch.ones(0)}
+    other = torch.ones(64, 64)
+    other[:, 0] = 0
+    assert samples(ours) == samples({name: value.clone() for name, value in ours.items()})
+    found, theirs = samples(ours), samples(ours | {"matrix": other})
+    assert [name for name in ours if found[name] != theirs[name]] == ["matrix"]

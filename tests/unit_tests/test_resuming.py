@@ -161,6 +161,22 @@ def test_files_of_ranks(ranks: RankPool, tmp_path: Path, kind: str, weights_only
     ranks.run(4, _files_of_ranks, kind, str(tmp_path), weights_only)
 
 
+def _before_the_first_step() -> None:
+    """A new optimizer goes on with a state from before the first step; SGD then does not dampen its first gradient."""
+    model, optimizer = _model("optim_grads_params", DELICATE["dampening"], seed=3)
+    saved = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    expected = _train(model, optimizer, 0, 3)
+    model, optimizer = _model("optim_grads_params", DELICATE["dampening"], seed=4)
+    for _ in range(2):
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        assert _train(model, optimizer, 0, 3) == expected
+
+
+def test_goes_on_from_before_the_first_step(ranks: RankPool) -> None:
+    ranks.run(2, _before_the_first_step)
+
+
 def _values_of_fresh_state() -> None:
     model, optimizer = _model("optim_grads_params", OPTIMIZERS["Adam"], seed=3)
     state = optimizer.state_dict()["state"]

@@ -1,6 +1,7 @@
 """State dicts: plain torch checkpointing of shards, on a different number of ranks, and loading of full tensors."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -152,3 +153,31 @@ def _own_loading() -> None:
 
 def test_modules_change_what_is_loaded_into_them(ranks: RankPool) -> None:
     ranks.run(2, _own_loading)
+
+
+class Lenient(nn.Linear):
+    """A layer that needs no bias in a state dict."""
+
+    def _load_from_state_dict(self, state: dict, prefix: str, *arguments: Any) -> None:
+        super()._load_from_state_dict(state, prefix, *arguments)
+        arguments[2][:] = [name for name in arguments[2] if name != f"{prefix}bias"]
+
+
+def _forgiven() -> None:
+    state = {name: torch.randn(3, 3) for name in ("0.weight", "1.weight", "2.weight")}
+    for sharded in (False, True):
+        layers = nn.Sequential(Lenient(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)).to(device())
+        model = fully_shard_model(layers, fsdp_unit_modules=[nn.Linear]) if sharded else layers
+        # A hook of a layer sees the keys of the layers before it and its own.
+        layers[1].register_load_state_dict_post_hook(lambda module, found: found.missing_keys.clear())
+        with pytest.raises(RuntimeError, match=r"2\.bias") as raised:
+            model.load_state_dict(state)
+        assert "0.bias" not in str(raised.value) and "1.bias" not in str(raised.value)
+        layers[2].register_load_state_dict_post_hook(lambda module, found: found.missing_keys.clear())
+        model.load_state_dict(state)
+        with pytest.raises(RuntimeError, match="nothing"):
+            model.load_state_dict(state | {"nothing": torch.ones(1)})
+
+
+def test_hooks_take_keys_off_those_that_are_missing(ranks: RankPool) -> None:
+    ranks.run(2, _forgiven)

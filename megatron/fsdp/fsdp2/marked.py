@@ -376,7 +376,7 @@ def equalize(module: nn.Module, index: MeshIndex, device: torch.device, ignored:
                 tensors[f"{name} of {type(owner).__name__}, tensor {len(tensors)}"] = value
     found = {f"shape of {name}": f"{value.shape}, {value.dtype}, {value.is_meta}" for name, value in tensors.items()}
     real = {f"values of {name}": value for name, value in tensors.items() if not value.is_meta}
-    found |= as_text({name: checksum(value, sampled=False) for name, value in real.items()}, device)
+    found |= as_text({name: checksum(value) for name, value in real.items()}, device)
     group = index.dense.dp_group
     with suppress(ValueError):  # other shapes: all ranks raise an error before the first forward
         if text := difference(group, found, None):

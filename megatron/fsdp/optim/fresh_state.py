@@ -22,8 +22,10 @@ from megatron.fsdp.optim.local_step import State, move_scales
 
 logger = logging.getLogger(__name__)
 
-# Initial values of state in torch's optimizers that are not zero; "lr" stands for the learning rate.
-_INITIAL: dict[str, float | str] = {"mu_product": 1.0, "mu": 1.0, "eta": "lr", "step_size": "lr"}
+# Initial values of state in torch's optimizers that are not zero; "lr" is the learning rate. SGD dampens its first
+# gradient only if there is a momentum. That there was none yet is kept in a sign, which files and copies keep, too.
+_NO_MOMENTUM = {"momentum_buffer": -0.0}
+_INITIAL: dict[str, float | str] = {"mu_product": 1.0, "mu": 1.0, "eta": "lr", "step_size": "lr", **_NO_MOMENTUM}
 # Dimensions of the trial parameter. They are distinct, so that state of this shape must be shaped like its parameter.
 _DISTINCT = (2, 3, 5, 7, 11, 13, 17, 19)
 # Private attributes of torch.optim.Optimizer: the hooks that the optimizer's trial step must not call.
@@ -85,6 +87,10 @@ class FreshState:
 
         A program may load the state dict from before its first step again and again, to restart.
         """
+        for main, state in list(optimizer.state.items()) if isinstance(optimizer, torch.optim.SGD) else ():
+            buffer = _local(momentum) if (momentum := state.get("momentum_buffer")) is not None else None
+            if buffer is not None and buffer.numel() and buffer.signbit().all() and not buffer.any():
+                del optimizer.state[main]
         for state in optimizer.state.values() if not isinstance(optimizer, torch.optim.Adagrad) else ():
             # Adagrad has state from the beginning. SGD counts no steps.
             first = state.get("step", state.get("momentum_buffer"))

@@ -1,7 +1,7 @@
 """Loading a state dict of full or sharded tensors into a sharded model."""
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from megatron.fsdp.dtensor.ragged_dtensor import is_sharded, local_shard, reduce
 from megatron.fsdp.dtensor.unsupported import OWNER
 from megatron.fsdp.helpers.codes import check_values
 from megatron.fsdp.helpers.spelling import did_you_mean, shortened
-from megatron.fsdp.runtime.agreement import LOADED, Agreement, as_text, checksum, propagate_errors
+from megatron.fsdp.runtime.agreement import LOADED, Agreement, propagate_errors, samples
 from megatron.fsdp.runtime.engine import Engine
 from megatron.fsdp.runtime.partition import public_name
 
@@ -80,22 +80,18 @@ def unsharded_state(module: nn.Module) -> dict[str, torch.Tensor | nn.Module]:
     return state
 
 
-def match_keys(wanted: Mapping[str, object], given: Mapping[str, object], strict: bool) -> list[str]:
-    """Return the keys of ``wanted`` that ``given`` has.
-
-    Raises:
-        RuntimeError: ``strict``, and keys are missing or unexpected; the message names the first of them.
-    """
-    # Extra state is never required: whether a layer has any depends on its version and settings.
-    missing = [key for key in wanted if key not in given and not key.endswith("_extra_state")]
-    unexpected = [key for key in given if key not in wanted and not key.endswith("_extra_state")]
-    if strict and (missing or unexpected):
+def _require_fit(missing: list[str], unexpected: list[str], tied: Container[str]) -> None:
+    """Raise RuntimeError if keys are missing or unexpected; the message names the first of them."""
+    # Extra state is never required: whether a layer has any depends on its version and settings. A tied parameter needs
+    # an entry under only one of its names.
+    missing = [key for key in missing if key not in tied and not key.endswith("_extra_state")]
+    unexpected = [key for key in unexpected if not key.endswith("_extra_state")]
+    if missing or unexpected:
         raise RuntimeError(
             f"state_dict does not fit the model. Missing: {shortened(missing) or 'none'}. "
             f"Unexpected: {shortened(unexpected) or 'none'}.{_renamed(missing, unexpected)} Give the state of the same "
             "model, or strict=False to load what fits."
         )
-    return [key for key in wanted if key in given]
 
 
 def _renamed(missing: list[str], unexpected: list[str]) -> str:
@@ -159,13 +155,15 @@ def load(engine: Engine, module: nn.Module, prefix: str, state_dict: Mapping[str
     names = {id(param): [prefix + name for name in param.names] for param in engine.params()}
     wanted: dict[str, Any] = {name: param for param in engine.params() for name in names[id(param)]}
     wanted |= unsharded_state(module)
-    original = state_dict
+    original, result = state_dict, _IncompatibleKeys([], [])
     # Check all values before the first copy, so that an error leaves the model unchanged.
     with propagate_errors(engine.index):
-        state_dict = _changed_by_hooks(module, original)
-        # A tied parameter needs an entry under only one of its names.
+        state_dict = _changed_by_hooks(module, original, result)
         tied = {name for names_ in names.values() if any(n in state_dict for n in names_) for name in names_}
-        keys = match_keys({k: v for k, v in wanted.items() if k in state_dict or k not in tied}, state_dict, strict)
+        keys = [key for key in wanted if key in state_dict]
+        missing, unexpected = [k for k in wanted if k not in state_dict], [k for k in state_dict if k not in wanted]
+        if strict and not any(_may_forgive(owner) for _, owner in _owners(module)):
+            _require_fit(result.missing_keys + missing, result.unexpected_keys + unexpected, tied)
         for key in keys:
             if isinstance(wanted[key], ShardedParameter):
                 _check(wanted[key], state_dict[key], key)
@@ -180,16 +178,51 @@ def load(engine: Engine, module: nn.Module, prefix: str, state_dict: Mapping[str
         else:
             target.copy_(state_dict[key])
     errors = list[str]()
-    for key, owner in _owners(module):
-        if type(owner)._load_from_state_dict.__module__.partition(".")[0] != "torch":
-            owner._load_from_state_dict(dict(original), key, {}, False, [], [], errors)
+    _visit(module, "", original, _by_module(module, missing, unexpected), result, errors)
     engine.invalidate_weights()
     _raise_first(errors)
-    result = _IncompatibleKeys([k for k in wanted if k not in keys], [k for k in state_dict if k not in keys])
-    for _, owner in reversed(_owners(module)):
-        for hook in owner._load_state_dict_post_hooks.values():
-            hook(owner, result)
+    if strict:
+        _require_fit(*result, tied)
     return result
+
+
+def _loads_itself(owner: nn.Module) -> bool:
+    return type(owner)._load_from_state_dict.__module__.partition(".")[0] != "torch"
+
+
+def _may_forgive(owner: nn.Module) -> bool:
+    """Whether a module may take keys off those that are missing or unexpected, which is known after a load only."""
+    hooks = owner._load_state_dict_post_hooks.values()
+    return _loads_itself(owner) or any(getattr(hook, "__module__", "") != __name__ for hook in hooks)
+
+
+def _by_module(module: nn.Module, *kinds: list[str]) -> dict[str, tuple[list[str], list[str]]]:
+    """Sort missing and unexpected keys by the modules that find them."""
+    found: dict[str, tuple[list[str], list[str]]] = {key: ([], []) for key, _ in _owners(module)}
+    for kind, keys in enumerate(kinds):
+        for parts in (key.split(".") for key in keys):
+            homes = ("".join(f"{part}." for part in parts[:n]) for n in reversed(range(len(parts))))
+            found[next(home for home in homes if home in found)][kind].append(".".join(parts))
+    return found
+
+
+def _visit(owner: nn.Module, path: str, given: Any, apart: Any, result: _IncompatibleKeys, errors: list[str]) -> None:
+    """Do for a module what torch does once its parameters and buffers are loaded, in torch's order.
+
+    A hook therefore sees no keys of later modules, and may clear both lists.
+    """
+    key = public_name(path)
+    mine = apart.pop(key, ([], []))
+    if _loads_itself(owner):
+        own: tuple[list[str], list[str]] = [], []
+        owner._load_from_state_dict(dict(given), key, {}, True, *own, errors)
+        mine = [[key for key in keys if key in found] for keys, found in zip(mine, own, strict=True)]
+    result.missing_keys.extend(mine[0])
+    result.unexpected_keys.extend(mine[1])
+    for name, child in owner.named_children():
+        _visit(child, f"{path}{name}.", given, apart, result, errors)
+    for hook in owner._load_state_dict_post_hooks.values():
+        hook(owner, result)
 
 
 def _owners(module: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -197,14 +230,14 @@ def _owners(module: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(public_name(f"{path}." if path else ""), owner) for path, owner in module.named_modules()]
 
 
-def _changed_by_hooks(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+def _changed_by_hooks(module: nn.Module, state_dict: Mapping[str, Any], found: _IncompatibleKeys) -> dict[str, Any]:
     """A state dict after the modules' hooks before a load, which may rename or change values."""
     changed, errors = dict(state_dict), list[str]()
     metadata = getattr(state_dict, "_metadata", {})
     for key, owner in _owners(module):
         before = list(changed)
         for hook in owner._load_state_dict_pre_hooks.values():
-            hook(changed, key, metadata.get(key[:-1], {}), True, [], [], errors)
+            hook(changed, key, metadata.get(key[:-1], {}), True, *found, errors)
         if list(changed) != before:  # wrappers, such as those of activation checkpointing, add their own names
             changed = {public_name(name): value for name, value in changed.items()}
     _raise_first(errors)
@@ -219,10 +252,10 @@ def _raise_first(errors: list[str]) -> None:
 def _compare(engine: Engine, wanted: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     """Raise ValueError unless all ranks that shard a parameter load the same full tensor, or shards, into it.
 
-    Otherwise each rank would take its shard of another tensor. Of full tensors, up to about 1,024 elements at equal
-    distances are compared: reading all of a tensor would take longer than copying a shard of it. Buffers may differ.
+    Otherwise each rank would take its shard of another tensor. Up to 32 elements of each full tensor are compared:
+    reading all of it would take longer than copying a shard of it. Buffers may differ.
     """
-    index, checksums = engine.index, {}
+    index, full = engine.index, {}
     found: tuple[dict[str, str], dict[str, str]] = ({}, {})
     for key, target in wanted.items():
         value, is_weight = given.get(key), isinstance(target, ShardedParameter)
@@ -231,8 +264,8 @@ def _compare(engine: Engine, wanted: Mapping[str, Any], given: Mapping[str, Any]
         if is_weight and is_sharded(value):
             found[expert][f"{LOADED} {key}"] = "is sharded"
         elif is_weight and value is not None:
-            checksums[f"{LOADED} {key}"] = checksum(reduced(value), sampled=True)
-    texts = as_text(checksums, engine.device)
+            full[f"{LOADED} {key}"] = reduced(value)
+    texts = samples(full)
     dense, experts = ({name: texts.get(name, text) for name, text in each.items()} for each in found)
     Agreement(index, dense, experts).wait(engine.context.channel)
 
