@@ -28,7 +28,7 @@ MISTAKEN |= dict.fromkeys(("sh", "shell", "console", "zsh"), "write bash")
 # The page with the block that the guide's examples import, and the one that defines GPT for commands.
 GUIDE = ROOT / "docs" / "guide" / "index.md"
 MEGATRON = ROOT / "docs" / "start" / "megatron.md"
-TIMEOUT = 120.0
+TIMEOUT = 250.0
 LINES_OF_OUTPUT = 40
 
 
