@@ -105,7 +105,7 @@ def resolve_unit_classes(module: nn.Module, unit_modules: UnitClasses | None) ->
     Args:
         module: The model, which must contain a module of every class.
         unit_modules: Classes, import paths such as ``"torch.nn.TransformerEncoderLayer"``, names of classes that occur
-            in the model, or modules of the model. A single one needs no list.
+            in the model, or modules of the model, such as an ``nn.ModuleList`` of layers. A single one needs no list.
 
     Raises:
         TypeError: An entry is neither a module, a class of modules nor a string.
@@ -115,8 +115,9 @@ def resolve_unit_classes(module: nn.Module, unit_modules: UnitClasses | None) ->
     """
     inside = list(module.modules())
     kinds = {type(m) for m in inside}
-    several = isinstance(unit_modules, Iterable) and not isinstance(unit_modules, str | nn.Module)
-    entries: Any = () if unit_modules is None else unit_modules if several else [unit_modules]
+    single = isinstance(unit_modules, str | nn.Module) and not isinstance(unit_modules, nn.ModuleList)
+    given: Any = [unit_modules] if single or not isinstance(unit_modules, Iterable) else unit_modules
+    entries = () if unit_modules is None else tuple(given)
     for entry in entries:
         if isinstance(entry, nn.Module) and not any(entry is m for m in inside):
             raise ValueError(
