@@ -335,7 +335,11 @@ class Watch:
             if not failed and self._watching.check([f"selftest/{number}/failed"]):
                 failed = now
             if number == self._number and (late or failed and now - failed > 5):
-                message = f"rank {dist.get_rank()}: {self._name} did not end within {self._limit:.0f} s"
+                # This rank may have ended, and wait for another.
+                ranks = range(dist.get_world_size())
+                absent = [rank for rank in ranks if not self._watching.check([f"selftest/{number}/{rank}"])]
+                slow = absent[0] if absent else dist.get_rank()
+                message = f"rank {slow}: {self._name} did not end within {self._limit:.0f} s"
                 if failed:
                     message = self._watching.get(f"selftest/{number}/failed").decode()
                 self._watching.set(f"selftest/{number}/failed", message)
