@@ -52,7 +52,7 @@ class ShardedModel(nn.Module):
         module: The model. All ranks must build the same one.
         config: Settings.
         index: Mesh and axes to shard over. None: one axis of all ranks.
-        unit_modules: Module classes, class names or import paths; see ``fully_shard_model``.
+        unit_modules: Module classes, class names, import paths or modules; see ``fully_shard_model``.
         device: Device to compute on. None: that of the parameters, or the current CUDA device if there is one.
 
     Attributes:

@@ -256,6 +256,10 @@ def wraps_once() -> None:
     both = type(accelerator)(cpu=True, sharding={"fsdp_unit_modules": ["LlamaDecoderLayer", torch.nn.Conv1d]})
     different = both.prepare(llama(3), torch.nn.Sequential(torch.nn.Conv1d(2, 2, 1)))
     assert [each.engine.unit_names for each in different] == [["", "model.layers.0", "model.layers.1"], ["", "0"]]
+    # And a module among the units.
+    units = ["LlamaDecoderLayer", (pretrained := llama(4)).model.norm]
+    of_module = type(accelerator)(cpu=True, sharding={"fsdp_unit_modules": units}).prepare(pretrained)
+    assert of_module.engine.unit_names == ["", "model.layers.0", "model.layers.1", "model.norm"]
     with pytest.raises(ValueError, match="has no LlamaDecoderLayer, Conv1d. Give the classes of every model"):
         both.prepare(torch.nn.Sequential(torch.nn.Linear(2, 2)))
     batch = next(iter(loop.data))["input_ids"]

@@ -44,7 +44,7 @@ class MegatronFSDP(ShardedModel):
             communication overlaps with computation.
         mixed_precision_policy: Dtypes of main weights, gradients and communication. None: the defaults of
             :class:`MixedPrecisionPolicy`. Dtypes in ``ddp_config`` have no effect here.
-        fsdp_unit_modules: Module classes, class names or import paths; see ``fully_shard_model``.
+        fsdp_unit_modules: Module classes, class names, import paths or modules; see ``fully_shard_model``.
         disable_bucketing: No effect: a unit is one bucket per dtype.
         device: Device to compute on. None: that of the parameters, or the current CUDA device if there is one.
         calculate_per_token_loss: Sum gradients over ranks without dividing; the caller scales them.

@@ -26,7 +26,7 @@ from megatron.fsdp.model_units import unit_classes
 from megatron.fsdp.module import ShardedModel
 from megatron.fsdp.optim.hooks import is_attached
 from megatron.fsdp.runtime.engine import Engine, engines_of
-from megatron.fsdp.runtime.partition import is_wrapped
+from megatron.fsdp.runtime.partition import entries_of, is_wrapped
 
 # The folder that ``save_state`` adds for sharded models and optimizers.
 FOLDER = "megatron_fsdp"
@@ -220,13 +220,15 @@ def _engines_of(optimizer: torch.optim.Optimizer) -> list[Engine]:
 
 
 def _units_in(model: nn.Module, given: Any) -> Any:
-    """Those of the given classes that occur in a model: the others may be another model's."""
-    if not given:
+    """Those of the given classes and modules that occur in a model: the others may be another model's."""
+    entries = entries_of(given)
+    if not entries:
         return given
-    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
+    inside = set(model.modules())
+    kinds = {kind for module in inside for kind in type(module).__mro__}
     names = {kind.__name__ for kind in kinds}
-    entries = [given] if isinstance(given, (str, type)) else list(given)
-    found = [each for each in entries if each in kinds or (isinstance(each, str) and each.rpartition(".")[2] in names)]
+    known = kinds | inside
+    found = [each for each in entries if each in known or (isinstance(each, str) and each.rpartition(".")[2] in names)]
     if not found and all(isinstance(each, (str, type)) for each in entries):
         missing = ", ".join(each if isinstance(each, str) else each.__name__ for each in entries)
         raise ValueError(

@@ -54,7 +54,8 @@ class ShardedStrategy(_Base):
     """Trains a LightningModule whose parameters, gradients and optimizer state are sharded.
 
     Args:
-        fsdp_unit_modules: Module classes, class names or import paths; see :func:`megatron_fsdp.fully_shard_model`.
+        fsdp_unit_modules: Module classes, class names, import paths or modules; see
+            :func:`megatron_fsdp.fully_shard_model`.
         replicas: Number of groups of ranks that each hold all shards (HSDP).
         tensor_parallel_size: Number of ranks that shard a layer by tensor parallelism. ``configure_model`` must
             parallelize the layers over ``self.device_mesh["tensor_parallel"]``.

@@ -99,6 +99,14 @@ def offloaded_units(root: UnitPart, fraction: float) -> set[int]:
     return chosen
 
 
+def entries_of(unit_modules: UnitClasses | None) -> tuple[Any, ...]:
+    """The entries of ``unit_modules``, of which a single one needs no list. An ``nn.ModuleList`` is a list."""
+    if unit_modules is None:
+        return ()
+    single = isinstance(unit_modules, str | nn.Module) and not isinstance(unit_modules, nn.ModuleList)
+    return tuple(unit_modules) if isinstance(unit_modules, Iterable) and not single else (unit_modules,)
+
+
 def resolve_unit_classes(module: nn.Module, unit_modules: UnitClasses | None) -> UnitChoice:
     """Resolve ``unit_modules`` to classes and modules.
 
@@ -115,9 +123,7 @@ def resolve_unit_classes(module: nn.Module, unit_modules: UnitClasses | None) ->
     """
     inside = list(module.modules())
     kinds = {type(m) for m in inside}
-    single = isinstance(unit_modules, str | nn.Module) and not isinstance(unit_modules, nn.ModuleList)
-    given: Any = [unit_modules] if single or not isinstance(unit_modules, Iterable) else unit_modules
-    entries = () if unit_modules is None else tuple(given)
+    entries = entries_of(unit_modules)
     for entry in entries:
         if isinstance(entry, nn.Module) and not any(entry is m for m in inside):
             raise ValueError(

@@ -284,24 +284,13 @@ def main() -> int:
         return 0
     if options.model is None:
         parser.error("expected --model or --calibrate")
-    progress = Progress(sys.stderr)
-    found: list[list[Choice]] = []
     try:
-        search = _Search(options, progress)
-        for ranks in options.ranks:
-            found.append([])
-            search.run(ranks, found[-1])
-    except KeyboardInterrupt:
-        print("interrupted: the best so far", file=sys.stderr)
-    except NotImplementedError as error:
-        print(f"Without times and activations: {error}\n{search.table_without_activations()}")
-        return 0
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
-    finally:
-        progress.end()
-    choices = [ordered(of_ranks)[:10] for of_ranks in found if of_ranks]
-    try:
+        search = _Search(options)
+        try:
+            choices = search.choices()
+        except NotImplementedError as error:
+            print(f"Without times and activations: {error}\n{search.table_without_activations()}")
+            return 0
         _print(options, choices)
     except (ValueError, OSError, KeyError) as error:
         parser.error(str(error))
@@ -309,7 +298,7 @@ def main() -> int:
 
 
 def _print(options: argparse.Namespace, choices: list[list[Choice]]) -> None:
-    if options.audit is not None:
+    if options.audit is not None and choices:
         names = [options.strategy, list(INNER)[int(options.strategy)] if str(options.strategy).isdigit() else ""]
         print(audit(next((c for c in choices[0] if c.name in names), choices[0][0]), options.audit))
     elif options.json:
@@ -327,8 +316,8 @@ class _Search:
         ValueError: It names none.
     """
 
-    def __init__(self, options: argparse.Namespace, progress: Progress) -> None:
-        self._options, self._progress = options, progress
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options, self._progress = options, Progress(sys.stderr)
         self._program = self._load("meta")
         self._units = program.unit_classes(self._program.model, options.units)
         dtypes = {"main_params_dtype": program.DTYPES[options.main_dtype]}
@@ -346,7 +335,20 @@ class _Search:
         self._program = self._load("cpu")
         return self._program.model
 
-    def run(self, ranks: int, found: list[Choice]) -> None:
+    def choices(self) -> list[list[Choice]]:
+        """The best for each number of ranks, or of those that were found before Ctrl-C."""
+        found: list[list[Choice]] = []
+        try:
+            for ranks in self._options.ranks:
+                found.append([])
+                self._run(ranks, found[-1])
+        except KeyboardInterrupt:
+            print("interrupted: the best so far", file=sys.stderr)
+        finally:
+            self._progress.end()
+        return [ordered(of_ranks)[:10] for of_ranks in found if of_ranks]
+
+    def _run(self, ranks: int, found: list[Choice]) -> None:
         """Predict every strategy, and append the choices."""
 
         def show(choice: Choice) -> None:
