@@ -24,16 +24,16 @@ class Remedy(NamedTuple):
         file: Its file, under megatron/fsdp.
         text: Text that the file has once.
         instead: What takes it out.
-        ranks: Numbers of ranks to try.
-        mesh: Meshes to try, if only some need it.
+        settings: Values of settings to try, where only some need it.
+        steps: Kinds of steps to try; empty: all.
     """
 
     name: str
     file: str
     text: str
     instead: str
-    ranks: tuple[int, ...] = (2,)
-    mesh: tuple[str, ...] = ()
+    settings: dict[str, tuple[Any, ...]] = {"ranks": (2,)}
+    steps: tuple[str, ...] = ()
 
 
 REMEDIES = [
@@ -120,8 +120,7 @@ REMEDIES = [
         "dtensor/placements.py",
         "copies.append(inside * outside)",
         "copies.append(1)",
-        ranks=(4,),
-        mesh=("hsdp", "tp"),
+        {"ranks": (4,), "mesh": ("hsdp", "tp")},
     ),
     Remedy(
         "zero_grad of some parameters",
@@ -200,12 +199,16 @@ REMEDIES = [
         "optim/hooks.py",
         "main.requires_grad or main.grad is not None for",
         "main.requires_grad for",
+        {"ranks": (2,), "groups": ("part",)},
+        ("forward", "backward", "freeze", "zero_grad", "optimize"),
     ),
     Remedy(
         "gradients from before sharding",
         "fsdp2/marked.py",
         "        if parameter.requires_grad and parameter not in ignored\n    ]",
         "        if False\n    ]",
+        {"ranks": (2,), "interface": ("fsdp2",)},
+        ("forward", "backward", "regularized", "optimize"),
     ),
     Remedy(
         "earlier .data stays",
@@ -254,8 +257,8 @@ def table(names: str, count: int, seed: int, only: dict[str, tuple[Any, ...]], k
     right = Runner()
     for remedy in REMEDIES:
         if remedy.name.startswith(tuple(names.split(","))):
-            needed = {name: values for name, values in (("ranks", remedy.ranks), ("mesh", remedy.mesh)) if values}
-            number, verdict = find(remedy, programs(count, seed, only | needed, kinds), right)
+            made = programs(count, seed, only | remedy.settings, list(remedy.steps) or kinds)
+            number, verdict = find(remedy, made, right)
             lines.append(f"| {remedy.name} | {number} | {verdict} |")
             print(lines[-1], file=sys.stderr, flush=True)
     right.pool.close()

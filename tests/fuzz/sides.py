@@ -89,7 +89,9 @@ class Side:
         return net, settings.make_optimizer(net, self.setting)
 
     def parameters(self, what: str = "all") -> list[nn.Parameter]:
-        """The model's parameters, or a part of them."""
+        """The model's parameters, or a part of them; "old": those listed before the first model was sharded."""
+        if what == "old":
+            return self.old
         parts = {"all": self.net, "block": self.net.blocks[0], "head": self.net.head, "up": self.net.blocks[1].up}
         return list(parts[what].parameters())
 

@@ -163,7 +163,7 @@ def gradients_of(side: Side, what: str) -> Any:
     side.synchronized()
 
 
-@step(3, kind=("pow", "norm", "abs", "full"), what=PARTS, alone=(False, False, True))
+@step(3, kind=("pow", "norm", "abs", "full"), what=(*PARTS, "old"), alone=(False, False, True))
 def regularized(side: Side, kind: str, what: str, alone: bool) -> Any:
     """A loss with a penalty on weights."""
     measures: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
