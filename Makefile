@@ -47,7 +47,7 @@ $(STAMP): constraints.txt pyproject.toml setup.py
 	@python="$$(scripts/find_python.sh)" || exit 2; \
 	$(PYTHON) -c '' 2>/dev/null || { echo "creating .venv with $$python"; "$$python" -m venv --clear .venv; }
 	@echo "installing the pinned dependencies (some GB, a few minutes the first time)"
-	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(PYTHON) -m pip install --quiet --constraint constraints.txt --editable '.[demo,dev]'
+	@scripts/install.sh $(PYTHON) --constraint constraints.txt --editable '.[demo,dev]'
 	@touch $(STAMP)
 
 demo: install ## train a small GPT on Python's standard library; a second run resumes (DEMO_FLAGS="--iterations 100")
@@ -103,7 +103,7 @@ $(TORCH_STAMPS): .venv-torch-%/.installed: constraints.txt pyproject.toml
 	@echo "installing torch $* into $(@D)"
 	@grep -vE '^(torch|triton|setuptools|cuda-|nvidia-)' constraints.txt >$(@D)/constraints.txt
 	@# The variable takes the place of constraints in this machine's pip configuration, which may exclude the version.
-	@PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_CONSTRAINT=$(@D)/constraints.txt $(@D)/bin/python -m pip install --quiet 'torch==$*' --editable '.[mcore,convert,test]'
+	@PIP_CONSTRAINT=$(@D)/constraints.txt scripts/install.sh $(@D)/bin/python --constraint $(@D)/constraints.txt 'torch==$*' --editable '.[mcore,convert,test]'
 	@touch $@
 
 parity: install ## train with Megatron's DDP and with FSDP in its loop, and compare; all cases with PARITY_FLAGS="--markdown out/parity.md"

@@ -195,6 +195,9 @@ def _rank() -> int:
 
 def describe(error: BaseException) -> str:
     """An error in one line, with the rank and its host."""
+    # torch's checkpoints collect the errors of all ranks in one.
+    failures: dict[int, tuple[BaseException, Any]] = getattr(error, "failures", {})
+    error = failures.get(_rank(), next(iter(failures.values()), (error,)))[0]
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return f"rank {_rank()} on {socket.gethostname()}: {text}"
 

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 
-from megatron.fsdp.checkpoint.stopping import OUTCOME, STOP_FILE, StopSignals, leave_outcome
+from megatron.fsdp.checkpoint.stopping import OUTCOME, STOP_FILE, StopSignals, describe, leave_outcome
 from tests.launch import ROOT
 from tests.ranks import RankFailure, RankPool
 
@@ -210,6 +211,12 @@ def test_the_first_error_is_the_reason(ranks: RankPool, tmp_path: Path) -> None:
     with pytest.raises(RankFailure):
         ranks.run(2, fail_on_rank, str(tmp_path), 1)
     assert said(tmp_path).startswith("failed rank 1 on ") and "ValueError: no more data\n" in said(tmp_path)
+
+
+def test_the_error_of_a_checkpoint_in_one_line() -> None:
+    full = OSError(28, "No space left on device", "/runs/iter_0000002/__0_0.distcp")
+    line = describe(CheckpointException("CheckpointException", {1: _wrap_exception(full)}))
+    assert line.endswith("OSError: [Errno 28] No space left on device: '/runs/iter_0000002/__0_0.distcp'")
 
 
 @pytest.mark.parametrize(("code", "outcome"), [(0, "finished"), (None, "finished"), (3, "failed")])
