@@ -3,6 +3,7 @@
 import argparse
 import re
 from collections.abc import Callable
+from typing import Any
 
 from megatron.fsdp.helpers.spelling import did_you_mean
 
@@ -62,17 +63,17 @@ def add_device(parser: argparse.ArgumentParser) -> None:
     """Add the options that name a device, whose bytes become ``device_memory``."""
     group = parser.add_mutually_exclusive_group()
     group.add_argument(
-        "--gpu", dest="device_memory", type=_reported(gpu_memory), metavar="NAME", help="compare with a GPU, as in h100"
+        "--gpu", dest="device_memory", type=reported(gpu_memory), metavar="NAME", help="compare with a GPU, as in h100"
     )
     group.add_argument(
-        "--device-memory", type=_reported(parse_memory), metavar="SIZE", help="or with a size, as in 80GB or 79.6GiB"
+        "--device-memory", type=reported(parse_memory), metavar="SIZE", help="or with a size, as in 80GB or 79.6GiB"
     )
 
 
-def _reported(convert: Callable[[str], int]) -> Callable[[str], int]:
+def reported(convert: Callable[[str], Any]) -> Callable[[str], Any]:
     """A converter whose message argparse shows."""
 
-    def converted(text: str) -> int:
+    def converted(text: str) -> Any:
         try:
             return convert(text)
         except ValueError as error:

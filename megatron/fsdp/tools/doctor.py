@@ -22,7 +22,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatron.fsdp.tools import job, script
-from megatron.fsdp.tools.devices import add_device
+from megatron.fsdp.tools.devices import add_device, reported
+from megatron.fsdp.tools.predict.machine import cluster_of
 from megatron.fsdp.tools.progress import Progress
 
 
@@ -32,6 +33,7 @@ def main() -> int:
     parser.add_argument("--world-size", type=int, default=int(os.environ.get("WORLD_SIZE", "8")), help="ranks (or 8)")
     parser.add_argument("--rank", type=int, help="the rank to examine (or one of the fullest pipeline stage)")
     add_device(parser)
+    parser.add_argument("--step", type=reported(cluster_of), metavar="GPU", help="predict a step on GPUs, as in h100")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument("--verbose", action="store_true", help="show the output of the script")
     parser.add_argument("--script", dest="job", type=Path, metavar="FILE", help="a launch script for Slurm")
@@ -46,10 +48,15 @@ def main() -> int:
     with os.fdopen(os.dup(2), "w") as errors, _silent(not options.verbose):
         progress = Progress(errors)
         from megatron.fsdp.tools.examine import examine
+        from megatron.fsdp.tools.predict.command import predict_command
 
         report = examine(
             options.script, options.arguments, options.world_size, options.rank, options.device_memory, progress
         )
+        if options.step is not None and report.accepted:
+            progress.start("running a step on tensors without memory")
+            report.step = predict_command(options.script, options.arguments, report, options.step)
+            progress.end()
     print(report.as_json() if options.json else report.as_text())
     return report.exit_code
 

@@ -136,22 +136,22 @@ def _prepared(examination: _Examination) -> Iterator[None]:
     initialization: Any = importlib.import_module("megatron.fsdp.mcore.initialization")
     original = arguments.validate_args
     with ExitStack() as stack:
-        stack.enter_context(_replaced(argparse.ArgumentParser, "error", _exit_with_message))
-        stack.enter_context(_replaced(os, "_exit", _exit_at_once))
+        stack.enter_context(replaced(argparse.ArgumentParser, "error", _exit_with_message))
+        stack.enter_context(replaced(os, "_exit", _exit_at_once))
         install(functools.partial(_look_at, examination))
         stack.callback(uninstall)
         validate = _examining(arguments.validate_args, original, examination)
-        stack.enter_context(_replaced(arguments, "validate_args", validate, original))
+        stack.enter_context(replaced(arguments, "validate_args", validate, original))
         setup = training.setup_model_and_optimizer
-        stack.enter_context(_replaced(training, "setup_model_and_optimizer", _without_memory(setup, examination)))
+        stack.enter_context(replaced(training, "setup_model_and_optimizer", _without_memory(setup, examination)))
         # Nothing is initialized, so nothing needs to be recorded for it.
-        stack.enter_context(_replaced(initialization, "record", lambda build, _: build()))
-        stack.enter_context(_replaced(dist, "new_group", _own_groups(dist.new_group)))
-        stack.callback(_forget, training)
+        stack.enter_context(replaced(initialization, "record", lambda build, _: build()))
+        stack.enter_context(replaced(dist, "new_group", own_groups(dist.new_group)))
+        stack.callback(forget, training)
         yield
 
 
-def _forget(training: Any) -> None:
+def forget(training: Any) -> None:
     """Undo Megatron's initialization, so that the script can run again as another rank."""
     training.destroy_global_state()
     if dist.is_initialized():
@@ -159,7 +159,8 @@ def _forget(training: Any) -> None:
 
 
 @contextmanager
-def _replaced(owner: Any, name: str, value: Any, restored: Any = None) -> Iterator[None]:
+def replaced(owner: Any, name: str, value: Any, restored: Any = None) -> Iterator[None]:
+    """Within the context, an attribute has another value; afterwards ``restored``, or what it had."""
     before = getattr(owner, name) if restored is None else restored
     setattr(owner, name, value)
     try:
@@ -168,7 +169,7 @@ def _replaced(owner: Any, name: str, value: Any, restored: Any = None) -> Iterat
         setattr(owner, name, before)
 
 
-def _own_groups(new_group: Callable[..., Any]) -> Callable[..., Any]:
+def own_groups(new_group: Callable[..., Any]) -> Callable[..., Any]:
     """A ``new_group`` that creates no groups of other ranks, of which there are thousands at scale."""
 
     @functools.wraps(new_group)
@@ -232,8 +233,7 @@ def _examining(
             raise _Examined
         report.recipe = recipe_of(args)  # before it is switched off, since the model is built without a GPU
         report.muon = args.optimizer in MUON
-        backend = getattr(args.attention_backend, "name", str(args.attention_backend))
-        examination.fused = args.transformer_impl != "local" and backend not in ("unfused", "local")
+        examination.fused = has_fused_attention(args)
         args.async_save = False  # nothing is saved, and its library may be missing on this machine
         args.use_gloo_process_groups = args.enable_gloo_process_groups = False
         if examination.capacity is not None and cpu.is_enabled():
@@ -249,6 +249,12 @@ def _examining(
     return validate
 
 
+def has_fused_attention(args: Any) -> bool:
+    """Whether a command line that is not validated yet has attention that keeps no scores."""
+    backend = getattr(args.attention_backend, "name", str(args.attention_backend))
+    return args.transformer_impl != "local" and backend not in ("unfused", "local")
+
+
 def _validate_as_on_gpu(validate_args: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -> None:
     """Raise what Megatron would raise on a GPU, before the arguments are changed for a CPU.
 
@@ -258,9 +264,9 @@ def _validate_as_on_gpu(validate_args: Callable[..., Any], args: Any, *rest: Any
     core: Any = importlib.import_module("megatron.core.utils")
     installed = find_spec("transformer_engine") is not None
     with ExitStack() as stack:
-        stack.enter_context(_replaced(cpu_arguments, "adjust", lambda args: []))
+        stack.enter_context(replaced(cpu_arguments, "adjust", lambda args: []))
         if not installed and args.transformer_impl == "transformer_engine":
-            stack.enter_context(_replaced(core, "_te_version", core.PkgVersion("99")))
+            stack.enter_context(replaced(core, "_te_version", core.PkgVersion("99")))
         elif not installed:
             rows = cpu_arguments.TRANSFORMER_ENGINE
             given = [row.argument for row in rows if getattr(args, row.argument) not in (None, row.value)]

@@ -15,6 +15,29 @@ from megatron.fsdp.tools.recipes import Recipe
 HOW_TO_ASK = "add --gpu h100 or --device-memory 80GB (before the script) to compare with a device"
 
 
+@dataclass(frozen=True)
+class CommandStep:
+    """One step of one rank.
+
+    Attributes:
+        seconds: Its time, with the pipeline's bubble.
+        bubble: Seconds that the pipeline takes to fill and to drain.
+        tokens_per_second: Of all ranks.
+        mfu: Floating-point operations of the model, recomputation included, per second and peak of the device.
+        waits: Seconds that the computation waits, by what it waits for.
+        peak: Bytes of tensors at the moment with the most, by category.
+        module: The module that computes at that moment.
+    """
+
+    seconds: float
+    bubble: float
+    tokens_per_second: float
+    mfu: float
+    waits: dict[str, float]
+    peak: dict[str, int]
+    module: str
+
+
 @dataclass
 class Report:
     """The result of an examination.
@@ -33,6 +56,7 @@ class Report:
         stages: Bytes of every pipeline stage at its peak, if all were examined. This stage has the most.
         memory: Bytes of this stage at its peak.
         verdict: Whether it fits, if a device was given.
+        step: The prediction of a step, if it was asked for.
     """
 
     world_size: int
@@ -48,6 +72,7 @@ class Report:
     stages: list[int] = field(default_factory=list)
     memory: Memory | None = None
     verdict: Verdict | None = None
+    step: CommandStep | None = None
 
     @property
     def accepted(self) -> bool:
@@ -86,6 +111,8 @@ class Report:
             found["stage"], found["stages"] = self.stage, self.stages
         if self.verdict is not None:
             found["fit"] = self.verdict.as_dict()
+        if self.step is not None:
+            found["step"] = asdict(self.step)
         return json.dumps(found, indent=2)
 
     def as_text(self) -> str:
@@ -100,7 +127,7 @@ class Report:
         if self.refusal:
             lines.append("ERROR  " + self.refusal.replace("\n", "\n       "))
         if self.accepted and self.config is not None:
-            rows = [*self._plan(self.config), *self._bytes(), *self._fit()]
+            rows = [*self._plan(self.config), *self._bytes(), *self._fit(), *self._step()]
             width = max(len(name) for name, _ in rows)
             lines += [f"{name:<{width}}  {text}".rstrip() for name, text in rows]
         return "\n".join(lines)
@@ -171,6 +198,17 @@ class Report:
         if fewest is not None:
             rows.append(("  fewest ranks", f"{fewest}, with the same tensor, pipeline, context and expert parallelism"))
         return rows
+
+    def _step(self) -> list[tuple[str, str]]:
+        if (step := self.step) is None:
+            return []
+        waits = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in step.waits.items())
+        parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in step.peak.items() if size)
+        return [
+            ("a step, simulated", f"{step.seconds:.3f} s, {step.tokens_per_second:,.0f} tokens/s, MFU {step.mfu:.1%}"),
+            ("  waits", f"{waits}, pipeline bubble {step.bubble:.3f} s"),
+            ("  tensors at the peak", f"{_gib(sum(step.peak.values()))} in {step.module}: {parts}"),
+        ]
 
 
 def _gib(count: int) -> str:

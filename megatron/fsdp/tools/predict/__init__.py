@@ -143,7 +143,7 @@ def moments(allocations: Iterable[Allocation], begin: float, end: float) -> list
     return found
 
 
-class _Clock(HostClock):
+class Clock(HostClock):
     """The time of the simulation."""
 
     def __init__(self, recorder: Recorder) -> None:
@@ -186,7 +186,7 @@ class _Steps:
         first = len(recorder.program)
         self.begin = recorder.mark("forward")
         if record:
-            self.recorder = StepRecorder(self._model.engine, _Clock(recorder))
+            self.recorder = StepRecorder(self._model.engine, Clock(recorder))
             self.recorder.start()
         for _ in range(self._micro_batches):
             with labels.forward():

@@ -27,66 +27,13 @@ from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
 from megatron.fsdp.sharding.strategy import INNER
 from megatron.fsdp.tools import program
-from megatron.fsdp.tools.devices import GIB, GPUS, gpu_memory
+from megatron.fsdp.tools.devices import GIB
 from megatron.fsdp.tools.estimate import AxisSizes, estimate_outline, outline, usage
 from megatron.fsdp.tools.fit import CONTEXT, FRAGMENTATION, NCCL
-from megatron.fsdp.tools.predict import Calibration, Device, Link, Prediction, Topology, calibrate, predict
+from megatron.fsdp.tools.predict import Calibration, Link, Prediction, Topology, calibrate, predict
+from megatron.fsdp.tools.predict.machine import SPEEDS, Cluster, cluster_of
 from megatron.fsdp.tools.progress import Progress
 from megatron.fsdp.tools.trace.spans import Row, UnitTimes
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """GPUs and how they are connected.
-
-    Attributes:
-        device: The GPU.
-        per_host: GPUs that NVLink connects.
-        inside: Bytes per second of a GPU over NVLink, in each direction.
-        between: Bytes per second of a GPU's own network card, in each direction.
-    """
-
-    device: Device
-    per_host: int
-    inside: float
-    between: float
-
-    def links(self, ranks: Topology) -> tuple[Link, Link]:
-        """The links of the inner and the outer axis."""
-        near = min(ranks.inner, self.per_host)
-        # The ranks of an axis in one host receive different parts, each through its own card, and pass them on.
-        crossing = Link("network", min(self.inside, self.between * near), 5e-6, near)
-        inner = Link("NVLink", self.inside, 2e-6) if ranks.inner <= self.per_host else crossing
-        return inner, crossing if near < self.per_host and ranks.inner > near else Link("network", self.between, 5e-6)
-
-
-# Dense peaks of bf16 and fp32 (as TF32) per second, bytes per second of memory, NVLink and network card in one
-# direction, and GPUs per NVLink domain, from data sheets.
-_SPEEDS = {
-    "a100-40": (312e12, 156e12, 1.555e12, 300e9, 25e9, 8),
-    "a100-80": (312e12, 156e12, 2.039e12, 300e9, 25e9, 8),
-    "h100": (989e12, 494e12, 3.35e12, 450e9, 50e9, 8),
-    "h200": (989e12, 494e12, 4.8e12, 450e9, 50e9, 8),
-    "b200": (2250e12, 1125e12, 8e12, 900e9, 50e9, 8),
-    "gb200": (2500e12, 1250e12, 8e12, 900e9, 50e9, 72),
-}
-# Parts of the peaks that kernels reach: assumptions, which no GPU has confirmed here.
-EFFICIENCY = {"matmul": 0.7, "attention": 0.5, "memory": 0.8}
-
-
-def cluster_of(name: str) -> Cluster:
-    """The GPU with a name, in hosts as they are sold.
-
-    Raises:
-        ValueError: It is unknown, or its speed is. The message lists the known ones.
-    """
-    memory = gpu_memory(name)
-    key = next(key for key in GPUS if gpu_memory(key) == memory)
-    if key not in _SPEEDS:
-        raise ValueError(f"expected one of {', '.join(_SPEEDS)}, whose speeds are known; got {name!r}.")
-    half, single, bandwidth, inside, between, per_host = _SPEEDS[key]
-    flops = {"bfloat16": half, "float16": half, "float32": single}
-    return Cluster(Device(key, memory, flops, bandwidth, EFFICIENCY, 4e-6), per_host, inside, between)
 
 
 @dataclass(frozen=True)
@@ -250,7 +197,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--units", nargs="+", default=[], metavar="CLASS", help="classes of units (or the layers')")
     parser.add_argument("--ranks", type=int, nargs="+", default=[8], help="numbers of data-parallel ranks (or 8)")
     machine = parser.add_mutually_exclusive_group()
-    machine.add_argument("--gpu", default="h100", help=f"one of {', '.join(_SPEEDS)} (or h100)")
+    machine.add_argument("--gpu", default="h100", help=f"one of {', '.join(SPEEDS)} (or h100)")
     machine.add_argument("--machine", type=Path, metavar="FILE", help="a file that --calibrate has written")
     parser.add_argument("--dtype", choices=program.DTYPES, default="bf16", help="of the compute weights (or bf16)")
     parser.add_argument("--main-dtype", choices=program.DTYPES, default="fp32", help="of the main weights (or fp32)")

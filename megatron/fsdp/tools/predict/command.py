@@ -1,0 +1,370 @@
+"""Predicts a training step of a Megatron command line: its script, its schedule and the engine run on ghosts.
+
+One process stands for one rank of any number. Of each kind of layer, a run keeps a few; one more run per kind, with two
+more, says what each further layer adds. Layers are Megatron's own in plain PyTorch, with fused attention and norms where the command
+line has them: Transformer Engine's kernels are not run. Other pipeline stages are assumed to take as long as this one.
+"""
+
+import functools
+import importlib
+import itertools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron.fsdp.tools.examine import forget, has_fused_attention, own_groups, replaced
+from megatron.fsdp.tools.predict import Clock, moments
+from megatron.fsdp.tools.predict.ghosts import Cost
+from megatron.fsdp.tools.predict.machine import Cluster, Link
+from megatron.fsdp.tools.predict.play import Simulation, in_program_order
+from megatron.fsdp.tools.predict.record import LabelledMemory, Mark, Message, Recorder
+from megatron.fsdp.tools.report import CommandStep, Report
+from megatron.fsdp.tools.script import run
+from megatron.fsdp.tools.trace.recorder import StepRecorder
+from megatron.fsdp.tools.trace.spans import Row, Span
+
+# Layers of each kind that a run keeps: more than are unsharded at the same time.
+KEPT = 4
+# Kinds of communication, as the report calls them.
+WAITS = {"gather": "unshard", "reduction": "reduce"}
+
+
+class _Ended(BaseException):
+    """Ends the script after the predicted steps. Not an ``Exception``, which the script might catch."""
+
+
+def predict_command(script: Path, arguments: Sequence[str], report: Report, cluster: Cluster) -> CommandStep:
+    """Predict a step of a command line that the doctor has accepted.
+
+    Args:
+        script: A training script for Megatron.
+        arguments: Its command line.
+        report: What the doctor has said of it. The first rank of its pipeline stage is run.
+        cluster: What the ranks compute on.
+
+    Raises:
+        NotImplementedError: The shape of an operator's result depends on values. The message names the operator.
+    """
+    rank = report.stage * report.world_size // report.sizes["pipeline"]
+    found = _Run(cluster, {})
+    found.go(script, arguments, report.world_size, rank)
+    numbers = dict(found.numbers)
+    for kind, count in found.counts.items():
+        if count > KEPT:
+            more = _Run(cluster, {kind: KEPT + 2})  # with a double buffer, layers differ by turns
+            more.go(script, arguments, report.world_size, rank)
+            for name in numbers.keys() | more.numbers.keys():
+                each = (more.numbers.get(name, 0.0) - found.numbers.get(name, 0.0)) / 2
+                numbers[name] = numbers.get(name, 0.0) + (count - KEPT) * each
+    seconds = numbers["seconds"] + numbers["bubble"]
+    return CommandStep(
+        seconds,
+        numbers["bubble"],
+        found.tokens / seconds,
+        numbers["flops"] / seconds / cluster.device.flops["bfloat16"],
+        {name: numbers.get(f"wait {name}", 0.0) for name in (*WAITS.values(), "other communication")},
+        {name.removeprefix("bytes "): round(n) for name, n in numbers.items() if name.startswith("bytes ")},
+        found.module,
+    )
+
+
+class _Run:
+    """One run of the script.
+
+    Args:
+        cluster: What the ranks compute on.
+        kept: Layers to keep of a kind, if not ``KEPT``.
+
+    Attributes:
+        counts: Layers of each kind that the stage has.
+        numbers: Seconds, floating-point operations and bytes of a step.
+        module: The module that computes when memory is at its peak.
+        tokens: Of a step, on all ranks.
+    """
+
+    def __init__(self, cluster: Cluster, kept: dict[Any, int]) -> None:
+        self._cluster, self._kept = cluster, kept
+        self._recorder = Recorder("nccl", runs_ahead=True)
+        self._labels: list[LabelledMemory] = []
+        self._engines: list[Any] = []
+        self._marks: list[tuple[Mark, Mark, list[StepRecorder], int]] = []
+        self.counts: dict[Any, int] = {}
+        self.numbers: dict[str, float] = {}
+        self.module = ""
+        self.tokens = 0
+
+    def go(self, script: Path, arguments: Sequence[str], world_size: int, rank: int) -> None:
+        """Run the script up to the end of a few steps."""
+        from megatron.fsdp.mcore.patches import install, uninstall
+
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+        modules = {
+            name: importlib.import_module(f"megatron.{name}")
+            for name in (
+                "training.arguments",
+                "training.training",
+                "fsdp.mcore.initialization",
+                "core.pipeline_parallel.schedules",
+                "core.transformer.dot_product_attention",
+            )
+        }
+        training: Any = modules["training.training"]
+        schedules: Any = modules["core.pipeline_parallel.schedules"]
+        attention: Any = modules["core.transformer.dot_product_attention"].DotProductAttention
+        with ExitStack() as stack:
+            active = stack.enter_context(ExitStack())
+            install(self._wrapper())
+            stack.callback(uninstall)
+            validate = modules["training.arguments"].validate_args
+            stack.callback(forget, training)
+            replacements = (
+                (modules["training.arguments"], "validate_args", self._validating(validate)),
+                (training, "setup_model_and_optimizer", self._recording(training.setup_model_and_optimizer, active)),
+                (training, "build_train_valid_test_data_iterators", self._iterators),
+                (training, "train_step", self._stepping(training.train_step)),
+                (schedules, "forward_step", self._forward(schedules.forward_step)),
+                (schedules, "backward_step", self._backward(schedules.backward_step)),
+                (modules["fsdp.mcore.initialization"], "record", lambda build, _: build()),
+                (dist, "new_group", own_groups(dist.new_group)),
+                (dist, "all_gather_object", _gather_as_neighbours),
+                (nn.functional, "rms_norm", _norm),
+                (attention, "forward", self._attending(attention.forward)),
+            )
+            for owner, name, value in replacements:
+                stack.enter_context(replaced(owner, name, value))
+            try:
+                run(script, arguments)
+            except _Ended:
+                pass
+            else:
+                raise RuntimeError("The script ended without training.")
+            active.close()
+        self._play()
+
+    # What the script meets ----------------------------------------------------------------------------------------
+
+    def _validating(self, validate: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(validate)
+        def validating(args: Any, *rest: Any, **kwargs: Any) -> Any:
+            self._fused = has_fused_attention(args)
+            args.fake_process_group = True
+            args.async_save = args.use_gloo_process_groups = args.enable_gloo_process_groups = False
+            args.init_model_with_meta_device = args.perform_initialization = False
+            args.save = args.load = args.tensorboard_dir = args.rampup_batch_size = None
+            args.exit_signal_handler = args.use_nccl_ub = False
+            result = validate(args, *rest, **kwargs)
+            per_micro_batch = args.micro_batch_size * args.data_parallel_size
+            self._micro_batches = max((args.global_batch_size or per_micro_batch) // per_micro_batch, 1)
+            self._stages = args.pipeline_model_parallel_size
+            # So many are in flight at most; interleaved schedules take multiples of the stages.
+            self._few = min(self._micro_batches, 2 * self._stages)
+            self.tokens = self._micro_batches * per_micro_batch * args.seq_length
+            self._per_micro_batch = per_micro_batch
+            args.global_batch_size = self._few * per_micro_batch
+            self._args = args
+            return result
+
+        return validating
+
+    def _recording(self, setup: Callable[..., Any], active: ExitStack) -> Callable[..., Any]:
+        def recording(*args: Any, **kwargs: Any) -> Any:
+            active.enter_context(self._recorder.active())
+            found = setup(*args, **kwargs)
+            self._args.do_train, self._args.do_valid, self._args.do_test = True, False, False
+            return found
+
+        return recording
+
+    def _wrapper(self) -> type[Any]:
+        """The wrapper of model chunks, which keeps some of their layers."""
+        from megatron.fsdp.mcore.adapter import FullyShardedDataParallel
+
+        this = self
+
+        class Wrapper(FullyShardedDataParallel):
+            def __init__(self, config: Any, ddp_config: Any, module: nn.Module, *rest: Any, **kwargs: Any) -> None:
+                this._drop_layers(module)
+                super().__init__(config, ddp_config, module, *rest, **kwargs)
+                this._engines.append(self.module.engine)
+                this._labels.append(LabelledMemory(this._recorder, self.module.module, self.module.engine))
+
+        return Wrapper
+
+    def _drop_layers(self, module: nn.Module) -> None:
+        kinds: dict[Any, int] = {}
+        blocks: list[Any] = [m for m in module.modules() if isinstance(getattr(m, "layers", None), nn.ModuleList)]
+        for block in blocks:
+            kept = []
+            for layer in block.layers:
+                kind = type(layer).__name__, tuple(tuple(p.shape) for p in layer.parameters())
+                kinds[kind] = kinds.get(kind, 0) + 1
+                if kinds[kind] <= self._kept.get(kind, KEPT):
+                    kept.append(layer)
+            block.layers = nn.ModuleList(kept)
+            if hasattr(block, "num_layers_per_pipeline_rank"):
+                block.num_layers_per_pipeline_rank = len(kept)
+        # Chunks of a stage are alike.
+        self.counts = {kind: max(count, self.counts.get(kind, 0)) for kind, count in kinds.items()}
+
+    def _iterators(self, *unused: Any, **kwargs: Any) -> tuple[Any, None, None]:
+        """Batches without data."""
+        from megatron.core.rerun_state_machine import RerunDataIterator
+
+        args = self._args
+
+        def batches() -> Iterator[dict[str, torch.Tensor]]:
+            shape = args.micro_batch_size, args.seq_length
+            integers = torch.zeros(shape, dtype=torch.int64)
+            batch = {"tokens": integers, "labels": integers, "position_ids": integers, "loss_mask": torch.ones(shape)}
+            yield from itertools.repeat(batch)
+
+        chunks = args.virtual_pipeline_model_parallel_size
+        made = [RerunDataIterator(batches()) for _ in range(chunks or 1)]
+        return (made if chunks else made[0]), None, None
+
+    def _stepping(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """The first step allocates state and records the plan, and the second one is the first to follow it."""
+
+        def stepping(forward_step: Any, iterator: Any, model: Any, optimizer: Any, *rest: Any, **kwargs: Any) -> Any:
+            recorder, number = self._recorder, len(self._marks)
+            if number == 0:
+                optimizer.step = self._updating(optimizer.step)
+            if number == 3:
+                self._more_micro_batches()
+            steps = [StepRecorder(engine, Clock(recorder)) for engine in self._engines] if number > 1 else []
+            first, begin = len(recorder.program), recorder.mark("forward")
+            for each in steps:
+                each.start()
+            result = step(forward_step, iterator, model, optimizer, *rest, **kwargs)
+            for each in steps:
+                each.stop()
+            for each in getattr(optimizer, "chained_optimizers", [optimizer]):
+                for labels in self._labels:
+                    labels.label(each.optimizer)
+            flops = sum(entry.flops for entry in recorder.program[first:] if isinstance(entry, Cost))
+            self._marks.append((begin, recorder.mark(""), steps, flops))
+            if len(self._marks) == (4 if self._micro_batches > self._few else 3):
+                raise _Ended
+            return result
+
+        return stepping
+
+    def _more_micro_batches(self) -> None:
+        """One round of the pipeline more, to see what a micro-batch adds."""
+        calculator: Any = importlib.import_module("megatron.core.num_microbatches_calculator")
+        args = self._args
+        args.global_batch_size = (self._few + self._stages) * self._per_micro_batch
+        calculator.reconfigure_num_microbatches_calculator(
+            args.rank, None, args.global_batch_size, args.micro_batch_size, args.data_parallel_size
+        )
+
+    def _updating(self, update: Callable[..., Any]) -> Callable[..., Any]:
+        def updating(*args: Any, **kwargs: Any) -> Any:
+            self._recorder.mark("optimizer")
+            return update(*args, **kwargs)
+
+        return updating
+
+    def _forward(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def forwarding(*args: Any, **kwargs: Any) -> Any:
+            with self._labels[0].forward():
+                return forward(*args, **kwargs)
+
+        return forwarding
+
+    def _backward(self, backward: Callable[..., Any]) -> Callable[..., Any]:
+        def backwarding(*args: Any, **kwargs: Any) -> Any:
+            self._labels[0].begin_backward()
+            return backward(*args, **kwargs)
+
+        return backwarding
+
+    def _attending(self, attend: Callable[..., Any]) -> Callable[..., Any]:
+        def attending(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._fused:
+                return _Attention.apply(self._recorder.entries, query, key, value)
+            return attend(module, query, key, value, *args, **kwargs)
+
+        return attending
+
+    # The result ---------------------------------------------------------------------------------------------------
+
+    def _play(self) -> None:
+        recorder, cluster = self._recorder, self._cluster
+        Simulation(cluster.device, functools.partial(_link, cluster), 1).play(recorder.program)
+        found = [self._measured(*marks) for marks in self._marks[2:]]
+        first = found[0]
+        each = {n: (found[-1].get(n, 0.0) - first[n]) / self._stages if len(found) > 1 else 0.0 for n in first}
+        self.numbers = {name: value + (self._micro_batches - self._few) * each[name] for name, value in first.items()}
+        per_micro_batch = each["seconds"] or first["seconds"] / self._few
+        self.numbers["bubble"] = (self._stages - 1) / len(self._engines) * per_micro_batch
+        begin, end, *_ = self._marks[2]
+        timeline = moments(in_program_order(recorder.program), begin.seconds, end.seconds)
+        peak = max(timeline, key=lambda moment: moment.total)
+        self.module = peak.module
+        self.numbers |= {f"bytes {name}": float(size) for name, size in peak.bytes.items()}
+
+    def _measured(self, begin: Mark, end: Mark, steps: list[StepRecorder], flops: int) -> dict[str, float]:
+        spans: list[Span] = [span for step in steps for span in step.trace(0).spans if span.row is Row.WAITS]
+        found = {"seconds": end.seconds - begin.seconds, "flops": float(flops)}
+        found |= {f"wait {name}": 0.0 for name in (*WAITS.values(), "other communication")}
+        for span in spans:
+            found[f"wait {WAITS.get(str(span.kind), 'other communication')}"] += span.milliseconds / 1e3
+        return found
+
+
+class _Attention(torch.autograd.Function):
+    """Causal fused attention, as far as memory and floating-point operations go.
+
+    Query, key and value are [tokens, batch, heads, channels], and the result is [tokens, batch, heads * channels].
+    """
+
+    @staticmethod
+    def forward(ctx: Any, entries: list[Any], query: Any, key: Any, value: Any) -> torch.Tensor:
+        tokens, batch, heads, channels = query.shape
+        result = query.new_empty(tokens, batch, heads * value.shape[-1])
+        ctx.save_for_backward(query, key, value, result, query.new_empty(tokens, batch, heads, dtype=torch.float32))
+        ctx.entries = entries
+        # Two products of tokens x tokens, of which a causal mask leaves half.
+        ctx.flops = batch * heads * tokens * key.shape[0] * (channels + value.shape[-1])
+        entries.append(_cost(ctx.flops, query, key, value, result))
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        query, key, value, result, _ = ctx.saved_tensors
+        made = [torch.empty_like(tensor) for tensor in (query, key, value)]
+        # Five products instead of two: the scores are computed again.
+        ctx.entries.append(_cost(ctx.flops * 5 // 2, query, key, value, result, *made))
+        return None, *made
+
+
+def _cost(flops: int, *tensors: torch.Tensor) -> Cost:
+    dtype = str(tensors[0].dtype).removeprefix("torch.")
+    return Cost("attention", "attention", dtype, flops, sum(tensor.nbytes for tensor in tensors))
+
+
+def _norm(x: torch.Tensor, shape: Any, weight: Any = None, eps: float | None = None) -> torch.Tensor:
+    """A norm in one operator, which keeps its input only."""
+    return nn.functional.layer_norm(x, shape, weight, None, eps or 1e-6)
+
+
+def _link(cluster: Cluster, message: Message) -> Link:
+    if message.step * (message.ranks - 1) < cluster.per_host:
+        return Link("NVLink", cluster.inside, 2e-6)
+    near = max(cluster.per_host // message.step, 1)
+    return Link("network", min(cluster.inside, cluster.between * near), 5e-6, near)
+
+
+def _gather_as_neighbours(results: list[Any], value: Any, group: dist.ProcessGroup | None = None) -> None:
+    """Replaces ``all_gather_object``: other ranks' lists of ranks are this one's, moved to their places."""
+    me = dist.get_rank()
+    for place, rank in enumerate(dist.get_process_group_ranks(group)):
+        moved = isinstance(value, list) and all(isinstance(each, int) for each in value)
+        results[place] = [each + rank - me for each in value] if moved else value
