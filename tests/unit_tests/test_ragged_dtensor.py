@@ -71,6 +71,7 @@ ELEMENTWISE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "lerp_": lambda t: t.clone().lerp_(t * 2, 0.25),
     "addcmul_": lambda t: t.clone().addcmul_(t, t, value=0.5),
     "compare": lambda t: t > 0,
+    "compare in place": lambda t: t.clone().ge_(0.5).floor_divide_(2).abs_(),
     "where": lambda t: torch.where(t > 0, t, -t),
     "clamp": lambda t: t.clamp(-1, 1),
     "isfinite": lambda t: torch.isfinite(t),
@@ -93,6 +94,7 @@ REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "infinity norm": lambda t: torch.linalg.vector_norm(t, float("inf")),
     "lowest norm": lambda t: torch.linalg.vector_norm(t, -float("inf")),
     "0-norm": lambda t: torch.linalg.vector_norm(t, 0),
+    "norm of order -2": lambda t: t.norm(-2),
     "var": lambda t: t.var(),
     "std uncorrected": lambda t: t.std(correction=0),
     "all": lambda t: (t > -10).all(),
@@ -121,6 +123,16 @@ def _operations(case: str) -> None:
     # A mask or weights of the full shape, also without memory of their own.
     _same(ragged * whole, whole * whole)
     _same(ragged + torch.ones(()).expand(whole.shape), whole + 1)
+    # Results into given tensors: all elements into a plain one, and shards into one with the same layout.
+    along_all = tuple(range(whole.dim()))
+    for function in (torch.exp, torch.amax, lambda t, out: torch.sum(t, along_all, out=out)):
+        expected = function(whole, out=torch.empty(0))
+        assert torch.equal(function(ragged, out=torch.empty(0)), expected)
+    target = torch.zeros_like(ragged)
+    assert torch.add(ragged, 1, out=target) is target
+    _same(target, whole + 1)
+    torch.mul(whole, 2, out=target)
+    _same(target, whole * 2)
     # Sharded differently, as by a model that was sharded while other weights were frozen.
     whole, ragged = _ragged("rows")
     other_whole, other = _ragged("cut rows")
@@ -142,11 +154,16 @@ def _unsupported_operations() -> None:
         lambda: ragged.sort(),
         lambda: torch.cat([ragged, ragged]),
         lambda: ragged * whole[0],
+        lambda: torch.amax(ragged, (0, 1), out=ragged.sum()),
+        lambda: torch.add(ragged, 1, out=_ragged("cut rows")[1]),
     ):
         with pytest.raises(NotImplementedError, match=r"full_tensor\(\)"):
             operation()
     with pytest.raises(ValueError, match="expected a tensor of shape"):
         ragged.clone().copy_(whole[:4])
+    for crash in (ragged.share_memory_, lambda: ragged.apply_(abs), lambda: torch.from_dlpack(ragged)):
+        with pytest.raises(RuntimeError, match="need the memory of a full tensor"):
+            crash()
 
 
 def test_other_operations_raise(ranks: RankPool) -> None:

@@ -1,5 +1,6 @@
 """Helpers around torch's process groups."""
 
+import os
 from datetime import timedelta
 
 import torch
@@ -39,12 +40,35 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     return timeout
 
 
+class _Forked:
+    """Whether this process was forked from a rank, whose threads and connections it does not have."""
+
+    value = False
+
+    @classmethod
+    def note(cls) -> None:
+        cls.value = dist.is_available() and dist.is_initialized()
+
+
+os.register_at_fork(after_in_child=_Forked.note)
+
+
+def refuse_forks() -> None:
+    """Raise a RuntimeError if this process was forked from a rank."""
+    if _Forked.value:
+        raise RuntimeError(
+            "This process was forked from a rank, as workers of a DataLoader are, and cannot communicate: the sharded "
+            "model runs in the rank's own process only. Run it there, or give workers a copy of the full weights."
+        )
+
+
 def require_process_group() -> None:
-    """Raise a clear error if torch.distributed is not initialized.
+    """Raise a clear error if this process cannot communicate.
 
     Raises:
-        RuntimeError: There is no default process group.
+        RuntimeError: There is no default process group, or the process was forked from a rank.
     """
+    refuse_forks()
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
             "torch.distributed is not initialized. Call torch.distributed.init_process_group() (under torchrun, or "

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.fsdp.comm.backends import is_on_host, moves_data, runs_ahead, simulation
-from megatron.fsdp.comm.process_groups import new_group, timeout_of
+from megatron.fsdp.comm.process_groups import new_group, refuse_forks, timeout_of
 
 logger = logging.getLogger(__name__)
 
@@ -204,6 +204,7 @@ class CpuStream(Stream):
 
     def run(self, task: Task) -> Handle:
         """Queue ``task`` for the thread, which the first task starts."""
+        refuse_forks()
         if self._thread is None:
             self._tasks = queue.SimpleQueue()
             self._thread = threading.Thread(

@@ -125,7 +125,7 @@ class RaggedDTensor(InChunks, DTensor):
             other._local_tensor = self._local_tensor  # as without sharding, a write to either is one to both
 
     data = property(_get_data, _set_data)
-    numpy = tolist = storage = refuse_memory
+    numpy = tolist = storage = share_memory_ = apply_ = map_ = __dlpack__ = refuse_memory
     __tensor_flatten__ = refuse_tracing
 
     def data_ptr(self) -> int:
@@ -285,8 +285,19 @@ aten = torch.ops.aten
 _ELEMENTWISE = {
     f"aten::{name}"
     for name in "alias clone detach _to_copy zeros_like ones_like empty_like full_like copy_ zero_ fill_ lerp lerp_ "
-    "is_pinned pin_memory _pin_memory lift_fresh _amp_update_scale_ masked_fill masked_fill_".split()
+    "is_pinned pin_memory _pin_memory lift_fresh _amp_update_scale_ masked_fill masked_fill_ "
+    "floor_divide floor_divide_".split()
 }
+
+
+@functools.cache
+def _is_elementwise(func: Any) -> bool:
+    name, overload = func._schema.name, func._overloadname
+    if torch.Tag.pointwise in func.tags or name in _ELEMENTWISE:
+        return True
+    # torch does not tag all operations in place whose other form it tags.
+    other = getattr(getattr(aten, name.removeprefix("aten::").rstrip("_"), None), overload, None)
+    return name.endswith("_") and other is not None and torch.Tag.pointwise in other.tags
 
 
 _ALIASES = (aten.alias.default, aten.detach.default)
@@ -303,7 +314,9 @@ def _dispatch(func: Any, args: tuple, kwargs: dict) -> Any:
     written = [args[i] if i < len(args) else kwargs.get(name) for i, name in _written(func)]
     tensors = [each for each in tree_flatten(written)[0] if isinstance(each, RaggedDTensor)]
     torch._C._increment_version([*tensors, *(each._local_tensor for each in tensors)])
-    return None if result is None else written[0]
+    if result is None:
+        return None
+    return tuple(written) if isinstance(result, tuple) else written[0]
 
 
 @functools.cache
@@ -315,6 +328,8 @@ def _written(func: Any) -> list[tuple[int, str]]:
 
 def _run(func: Any, args: tuple, kwargs: dict) -> Any:
     name = func._schema.name
+    if not kwargs.keys().isdisjoint(name for _, name in _written(func)) and not _writes_shards(func, args, kwargs):
+        return _on_full(func, args, kwargs)
     handler = _HANDLERS.get(name)
     if handler is not None:
         return handler(func, args, kwargs)
@@ -322,7 +337,7 @@ def _run(func: Any, args: tuple, kwargs: dict) -> Any:
         return _on_lists(func, args, kwargs)
     if torch.Tag.nondeterministic_seeded in func.tags:
         return _random(func, args, kwargs)
-    if torch.Tag.pointwise in func.tags or name in _ELEMENTWISE:
+    if _is_elementwise(func):
         return _elementwise(func, args, kwargs)
     flat, tree = tree_flatten((args, kwargs))
     tensors = [value for value in flat if isinstance(value, torch.Tensor)]
@@ -336,6 +351,17 @@ def _run(func: Any, args: tuple, kwargs: dict) -> Any:
     # torch has rules for tensors that are sharded evenly over a tensor-parallel axis only.
     args, kwargs = tree_unflatten([_as_plain(value) for value in flat], tree)
     return tree_map(_as_ragged, func(*args, **kwargs))
+
+
+def _writes_shards(func: Any, args: tuple, kwargs: dict) -> bool:
+    """Whether ``out=`` takes sharded tensors, into which an element-wise operation writes shards."""
+    given = [kwargs[name] for _, name in _written(func) if name in kwargs]
+    if not any(isinstance(each, RaggedDTensor) for each in given):
+        return False
+    lead = _leading(tree_flatten((args, kwargs))[0])
+    if not _is_elementwise(func) or not all(same_layout(each, lead) for each in given):
+        raise Unsupported(func, "out= takes a plain tensor here: write target.copy_(result)")
+    return True
 
 
 def _on_full(func: Any, args: tuple, kwargs: dict) -> Any:
@@ -399,7 +425,7 @@ def _elementwise(func: Any, args: tuple, kwargs: dict) -> Any:
     plain = [value for value in flat if isinstance(value, torch.Tensor) and not isinstance(value, DTensor)]
     in_place = func._schema.is_mutable
     # A plain tensor that is changed in place needs all elements, for instance an average of weights.
-    if in_place and not isinstance(args[0], DTensor):
+    if in_place and not kwargs.keys() & {"out"} and not isinstance(args[0], DTensor):
         return _on_full(func, args, kwargs)
     if not is_sharded(lead) and any(value.dim() > lead.dim() for value in plain):
         return _on_full(func, args, kwargs)

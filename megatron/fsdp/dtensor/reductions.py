@@ -6,6 +6,7 @@ rank, that is a function of the full tensor.
 
 import math
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ def norms(tensors: Sequence[DTensor], order: float, dtype: torch.dtype | None = 
     for i, tensor in enumerate(tensors):
         alike.setdefault((tensor.device_mesh, unreplicated_axes(tensor)), []).append(i)
     found: list[torch.Tensor] = [torch.empty(0)] * len(tensors)
-    is_power = 0 < order < math.inf
+    is_power = order != 0 and math.isfinite(order)
     for (mesh, axes), places in alike.items():
         values = torch.stack([_norm_of_shard(tensors[i]._local_tensor.reshape(-1), order, dtype) for i in places])
         if is_power and axes:
@@ -73,8 +74,8 @@ def norms(tensors: Sequence[DTensor], order: float, dtype: torch.dtype | None = 
 
 def _norm_of_shard(local: torch.Tensor, order: float, dtype: torch.dtype | None) -> torch.Tensor:
     if not local.numel():
-        # torch raises an error for the infinity norm of an empty tensor.
-        return local.new_full((), math.inf if order == -math.inf else 0.0, dtype=dtype or local.dtype)
+        # The neutral element: torch has 0, or an error, for the norms of an empty tensor that are minima.
+        return local.new_full((), math.inf if order < 0 else 0.0, dtype=dtype or local.dtype)
     return torch.linalg.vector_norm(local, order, dtype=dtype)
 
 
@@ -105,9 +106,13 @@ def call(func: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
     """Call a function of torch with sharded tensors: on shards where that is exact, else on full tensors."""
     if (result := _sum_or_norm(func, args, kwargs)) is not None:
         return result
+    # A function in Python may have drawn random numbers before it needs a full tensor.
+    states = [(each, each.get_state()) for each in _generators()] if isinstance(func, FunctionType) else []
     try:
         return func(*args, **kwargs)
     except NeedsFullTensor:
+        for generator, state in states:
+            generator.set_state(state)
         # A tensor-parallel module outside of units computes with activations of torch's own class, and returns one.
         mesh = next((v.device_mesh for v in tree_leaves((args, kwargs)) if type(v) is DTensor), None)
 
@@ -120,13 +125,20 @@ def call(func: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         return func(*args, **kwargs)
 
 
+def _generators() -> list[torch.Generator]:
+    """The generators of random numbers that functions draw from on this rank."""
+    on_cuda = torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing()
+    return [torch.default_generator, *([torch.cuda.default_generators[torch.cuda.current_device()]] if on_cuda else [])]
+
+
 def _sum_or_norm(func: Callable[..., Any], args: tuple, kwargs: dict) -> torch.Tensor | None:
     """The sum, mean or norm of all elements as a plain tensor, from the results of all shards; None for others."""
     name, given = getattr(func, "__name__", ""), [*args[1:], *kwargs.values()]
     is_norm = name in ("norm", "linalg_vector_norm")
     order = 2.0 if not given or given == ["fro"] else given[0]
     # With other arguments, such as dimensions, the full tensor is gathered.
-    simple = len(given) <= is_norm and isinstance(order, (int, float)) and 0 < order < math.inf
+    simple = len(given) <= is_norm and kwargs.keys() <= {"p", "ord"}
+    simple = simple and isinstance(order, (int, float)) and 0 < order < math.inf
     if not simple or not (is_norm or name in ("sum", "mean")) or not in_graph(args[:1]):
         return None
     local, spec = args[0].to_local().reshape(-1), args[0]._spec

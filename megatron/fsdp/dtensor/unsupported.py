@@ -64,7 +64,8 @@ def refuse_memory(*unused: Any, **unused_options: Any) -> Any:
     """Takes the place of methods that need the memory of the full tensor."""
     # Not a NotImplementedError, which safetensors would take for a tensor without values.
     raise RuntimeError(
-        f"numpy(), tolist(), storage() and safetensors' save_file need the memory of a full tensor. {_GATHER} "
+        "numpy(), tolist(), share_memory_(), apply_(), DLPack and safetensors' save_file need the memory "
+        f"of a full tensor. {_GATHER} "
         "To save a model, use megatron_fsdp.save_safetensors(model, folder)."
     )
 

@@ -64,12 +64,13 @@ def watch_steps() -> None:
 def attach_if_needed(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
     """Attach an optimizer that has parameters of engines and is not attached, or has got parameters since."""
     now = _generation, sum(len(options["params"]) for options in optimizer.param_groups)
-    if _seen.get(optimizer) == now:
-        return
-    for attach in dict.fromkeys(engine.attach_optimizer for engine in engines_of(_parameters(optimizer))):
-        if attach is not None:
-            attach(optimizer)
-    _seen[optimizer] = now
+    if _seen.get(optimizer) != now:
+        for attach in dict.fromkeys(engine.attach_optimizer for engine in engines_of(_parameters(optimizer))):
+            if attach is not None:
+                attach(optimizer)
+        _seen[optimizer] = now
+    if (attachment := attachment_of(optimizer)) is not None:
+        attachment.surround_update()
 
 
 def attach_before(original: Callable[..., Any], optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -182,8 +183,8 @@ class Attachment:
         self._sync = self._install = True
         self._prefetching: weakref.WeakSet[Engine] = weakref.WeakSet()
         setattr(optimizer, _ATTACHMENT, self)
-        optimizer.register_step_pre_hook(self.before_step)
-        optimizer.register_step_post_hook(self.after_step)
+        self._hooks = [optimizer.register_step_pre_hook(self.before_step)]
+        self._hooks.append(optimizer.register_step_post_hook(self.after_step))
         optimizer.register_state_dict_post_hook(self.state_dict)
         optimizer.register_load_state_dict_pre_hook(self.before_load)
         optimizer.register_load_state_dict_post_hook(self.after_load)
@@ -199,6 +200,12 @@ class Attachment:
         return [engine for reference in self._engines if (engine := reference()) is not None]
 
     # The step --------------------------------------------------------------------------------------------------
+
+    def surround_update(self) -> None:
+        """Let the user's hooks of the step run around ours, which show the optimizer local tensors."""
+        for hook, is_last in zip(self._hooks, (True, False), strict=True):
+            if (hooks := hook.hooks_dict_ref()) is not None and hook.id in hooks:
+                hooks.move_to_end(hook.id, last=is_last)
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """Put gradients into ``.grad``, show the optimizer local tensors, and update units one by one.
@@ -217,9 +224,7 @@ class Attachment:
             make_state(optimizer)
         changed = self._local.before_step(optimizer, args, kwargs, self._prepare_gradients)
         self._prefetching.clear()
-        # A user's hook that runs after this one must see all parameters.
-        is_last = next(reversed(optimizer._optimizer_step_pre_hooks.values())) == self.before_step
-        if self._install and is_last and closure is None and type(optimizer) in BY_PARAMETER:
+        if self._install and closure is None and type(optimizer) in BY_PARAMETER:
             for engine in self.engines():
                 if _update_by_unit(optimizer, engine, self._local):
                     self._prefetching.add(engine)

@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import itertools
 import logging
 import math
 import sys
@@ -180,7 +181,30 @@ def parameters_of(module: nn.Module, config: FSDPConfig) -> list[ShardedParamete
                 )
                 param.sites.append((owner, attribute))
                 param.names.append(name)
+    _check_memory(list(found.values()))
     return list(found.values())
+
+
+def _check_memory(params: list[ShardedParameter]) -> None:
+    """Check that no two parameters share memory. Parts of one tensor that do not overlap are left in peace.
+
+    Raises:
+        ValueError: Two do, as after ``a.data = b.data``.
+    """
+    ranges = []
+    for param in params:
+        tensor = param.original
+        if type(tensor.data) is torch.Tensor and not tensor.is_meta and tensor.numel() and tensor.is_contiguous():
+            start = tensor.storage_offset() * tensor.itemsize
+            ranges.append((tensor.untyped_storage()._cdata, start, start + tensor.nbytes, param.name))
+    ranges.sort()
+    for (storage, _, end, name), (other, start, _, name_of_other) in itertools.pairwise(ranges):
+        if storage == other and start < end:
+            raise ValueError(
+                f"The parameters {name} and {name_of_other} share memory, so a step would change both with each one's "
+                "update. Make them one parameter before the model is sharded, as in head.weight = embedding.weight, or "
+                "give one of them a .clone()."
+            )
 
 
 def _check_exceptions(module: nn.Module, config: FSDPConfig) -> None:

@@ -15,6 +15,12 @@ from megatron.fsdp.runtime.unit import Unit
 
 logger = logging.getLogger(__name__)
 
+ORDERS_DIFFER = (
+    "FSDP unit {} runs after one that is registered behind it, and ranks run units in different orders: their "
+    "all-gathers do not match. Run units in the order in which they are registered (a rank may leave some out), make "
+    "one unit of those whose order varies, or shard no weights (zero_dp_strategy=2)."
+)
+
 
 class OpKind(IntEnum):
     """Kind of communication.
@@ -49,6 +55,7 @@ class Plan:
         issued: How many operations of ``order`` have been issued.
         done: How many operations of ``requested`` the computation has passed.
         recorded: The operations that this rank's computation has requested in this pass, in order.
+        orders_differ: Ranks have run units in orders that cannot be merged.
     """
 
     def __init__(self, requested: list[Op], distance: int, direction: Direction = Direction.FORWARD) -> None:
@@ -59,6 +66,7 @@ class Plan:
         self.issued = 0
         self.done = 0
         self.recorded: list[Op] = []
+        self.orders_differ = False
 
     def restart(self) -> None:
         """Begin a pass."""
@@ -129,6 +137,29 @@ def merge_recorded(recorded: list[list[Op]]) -> list[Op] | None:
     return longest if all(_is_subsequence(other, longest) for other in recorded) else None
 
 
+def out_of_order(recorded: list[Op], requested: list[Op]) -> list[Op]:
+    """The unshards of a recording that did not lie ahead in its plan."""
+    found, done = [], 0
+    for op in recorded:
+        if op in requested[done:]:
+            done = requested.index(op, done) + 1
+        elif op.kind is not OpKind.REDUCE:
+            found.append(op)
+    return found
+
+
+def with_others(recorded: list[Op], guessed: list[Op], others: set[int]) -> list[Op]:
+    """Add the operations of other units to recorded ones, each after the one before it in ``guessed``."""
+    result, place = list(recorded), 0
+    for op in guessed:
+        if op.unit_index in others:
+            result.insert(place, op)
+            place += 1
+        elif op in result[place:]:
+            place = result.index(op, place) + 1
+    return result
+
+
 def _is_subsequence(short: list[Op], long: list[Op]) -> bool:
     remaining = iter(long)
     return all(op in remaining for op in short)
@@ -149,12 +180,13 @@ class Plans:
         forward: Plan of the forward.
         backward: Plan of the backward.
         recording: The pass that runs is to be recorded.
+        exchange: The argument.
     """
 
     def __init__(self, units: list[Unit], distance: int, exchange: Callable[[list[int]], list[list[int]]]) -> None:
         self._units = units
         self._distance = distance
-        self._exchange = exchange
+        self.exchange = exchange
         self.forward = Plan([Op(OpKind.UNSHARD, unit.index) for unit in units], distance)
         self.backward = self._guessed_backward()
         self.recording = True
@@ -190,9 +222,13 @@ class Plans:
             self.recording = known is None
 
     def follow_recorded(self) -> None:
-        """Make what was recorded the plans, if the ranks' recordings can be merged. A collective."""
+        """Make what was recorded the plans, if the ranks' recordings can be merged. A collective.
+
+        Raises:
+            RuntimeError: Only some ranks have unsharded a unit out of the plan's order.
+        """
         self.recording = False
-        forward, backward = (self._merged(plan.recorded) for plan in (self.forward, self.backward))
+        forward, backward = (self._merged(plan) for plan in (self.forward, self.backward))
         if forward == []:
             forward = self.forward.requested  # a second backward of the forward that was recorded
         if forward is None or backward is None:
@@ -200,13 +236,33 @@ class Plans:
                 "FSDP: ranks ran different units in the first iteration, in orders that cannot be merged. "
                 "Communication follows the order in which the modules are registered."
             )
+            self.forward.orders_differ = self.backward.orders_differ = True
         else:
-            self.forward, self.backward = Plan(forward, self._distance), self._backward(backward)
+            # One rank alone may later run a unit that no rank has run.
+            ran = {op.unit_index for op in (*forward, *backward)}
+            if others := {unit.index: unit.label for unit in self._units if unit.index not in ran}:
+                logger.info("FSDP: no rank has run %s; weights are gathered in case that one does.", [*others.values()])
+            last, every = forward[-1], [Op(OpKind.UNSHARD, unit.index) for unit in self._units]
+            self.forward = Plan(with_others(forward, every, {*others}), self._distance)
+            if (
+                self.forward.requested[-1] != last
+                and last not in backward
+                and not self._units[last.unit_index].keeps_weights
+            ):
+                backward = [last, *backward]  # it was kept for the backward that was recorded
+            self.backward = self._backward(with_others(backward, self._guessed_backward().requested, {*others}))
         self._known[self._trainable()] = self.backward
 
-    def _merged(self, recorded: list[Op]) -> list[Op] | None:
-        rows = self._exchange([value for op in recorded for value in op])
-        return merge_recorded([[Op(OpKind(row[i]), row[i + 1]) for i in range(0, len(row), 2)] for row in rows])
+    def _merged(self, plan: Plan) -> list[Op] | None:
+        rows = self.exchange([value for op in plan.recorded for value in op])
+        recorded = [[Op(OpKind(row[i]), row[i + 1]) for i in range(0, len(row), 2)] for row in rows]
+        # Without weights to gather, nothing has been communicated.
+        temporary = {unit.index for unit in self._units if unit.temporary}
+        strays = [[op for op in out_of_order(r, plan.requested) if op.unit_index in temporary] for r in recorded]
+        if any(found != strays[0] for found in strays):
+            first = next(op for found in strays for op in found)
+            raise RuntimeError(ORDERS_DIFFER.format(self._units[first.unit_index].label))
+        return merge_recorded(recorded)
 
     def next_forward_units(self) -> list[Unit]:
         """The units that the next forward will unshard, in order."""

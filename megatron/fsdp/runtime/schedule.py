@@ -13,7 +13,7 @@ from megatron.fsdp.helpers.weak import weak_method
 from megatron.fsdp.quantized.storage import Direction
 from megatron.fsdp.runtime.graph import listen
 from megatron.fsdp.runtime.passes import Pass, PassState
-from megatron.fsdp.runtime.plan import Op, OpKind, Plan, Plans
+from megatron.fsdp.runtime.plan import ORDERS_DIFFER, Op, OpKind, Plan, Plans
 from megatron.fsdp.runtime.unit import Unit, WeightState
 
 logger = logging.getLogger(__name__)
@@ -54,6 +54,8 @@ class Schedule:
         self.plans = Plans(units, config.max_unsharded_units - 1 if self._prefetches else 0, exchange)
         self.passes = Pass()
         self.reducing: deque[Unit] = deque()
+        # Units whose reduction waits for the end of backward, because ranks may not run it at the same place.
+        self._late: list[int] = []
         self._reducing_shards: deque[Unit] = deque()
         self.refresh_weights = config.cuda_graph_mode
         self._keeps = False
@@ -219,6 +221,8 @@ class Schedule:
         for unit in reversed(self.units):
             if unit.trainable and (unit.has_gradients() or (unit.took_part and not unit.reduced)):
                 self._reduce(unit)
+        if self._orders_may_differ():
+            self._reduce_late()
         self.passes.end_backward()
         try:
             # While the next micro-batch's forward runs, its recording is incomplete: a later backward's end follows it.
@@ -429,12 +433,30 @@ class Schedule:
         """Reduce a unit's complete gradients, unless :meth:`_advance_to` has already issued the reduction."""
         unit.reduced = False
         self._advance_to(self.plans.backward, Op(OpKind.REDUCE, unit.index))
-        if not unit.reduced:
+        if unit.reduced:
+            return
+        if self._orders_may_differ():
+            self._late.append(unit.index)  # other ranks may not run it now
+        else:
             self._issue_reduction(unit)
+
+    def _orders_may_differ(self) -> bool:
+        """Whether a request that does not lie ahead may be one of this rank alone."""
+        plans = self.plans
+        return (plans.recording or plans.backward.orders_differ) and not self.in_callers_forward
+
+    def _reduce_late(self) -> None:
+        """Reduce what ranks have reduced out of the plan's order, in one order. A collective."""
+        rows, self._late = self.plans.exchange(self._late), []
+        for index in sorted({index for row in rows for index in row}, reverse=True):
+            self._issue_reduction(self.units[index])
 
     def _advance_to(self, plan: Plan, op: Op) -> None:
         """Issue all operations of the plan up to ``op``, which the computation requests."""
         indices = plan.request(op)
+        unit = self.units[op.unit_index]
+        if indices is None and plan.orders_differ and op.kind is not OpKind.REDUCE and unit.temporary:
+            raise RuntimeError(ORDERS_DIFFER.format(unit.label))
         if indices is not None:
             self._issue_skipped(plan, indices[:-1])
             self._issue_until(plan, indices[-1])

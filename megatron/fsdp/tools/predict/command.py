@@ -1,8 +1,9 @@
 """Predicts a training step of a Megatron command line: its script, its schedule and the engine run on ghosts.
 
 One process stands for one rank of any number. Of each kind of layer, a run keeps a few; one more run per kind, with two
-more, says what each further layer adds. Layers are Megatron's own in plain PyTorch, with fused attention and norms where the command
-line has them: Transformer Engine's kernels are not run. Other pipeline stages are assumed to take as long as this one.
+more, says what each further layer adds. Layers are Megatron's own in plain PyTorch, with fused attention and norms
+where the command line has them: Transformer Engine's kernels are not run. Other pipeline stages are assumed to take as
+long as this one.
 """
 
 import functools
