@@ -674,8 +674,9 @@ class Parts(nn.Module):
         super().__init__()
         whole = torch.linspace(-1, 1, 96)
         self.up, self.down = nn.Parameter(whole[:48].view(8, 6)), nn.Parameter(whole[48:].view(6, 8))
-        self.scale, self.shift = nn.Parameter(torch.linspace(1, 2, 12)[::2]), nn.Parameter(torch.ones(1).expand(6))
+        self.scale = nn.Parameter(torch.linspace(1, 2, 12)[::2])
         self.register_buffer("slopes", torch.arange(12.0)[::2])
+        self.register_buffer("shift", torch.ones(1).expand(6))
         if shared == "tied":
             self.up.data = self.down.data.view(8, 6)
         elif shared:
