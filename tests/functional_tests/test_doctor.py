@@ -60,6 +60,27 @@ def test_bytes_of_quantized_weights() -> None:
     assert sizes["forward"] == sizes["backward"] == sizes["unsharded"] - matrices
 
 
+def test_a_step_of_a_command_line() -> None:
+    """Layers beyond the first few are extrapolated: the same as when all of them run."""
+    words = [*WORDS, "--num-layers", "10", "--tensor-model-parallel-size", "2", "--bf16"]
+    predicted = doctor("--step", "h100", *words)
+    every = (
+        "from megatron.fsdp.tools import doctor, script; script.prepare_megatron(); "
+        "from megatron.fsdp.tools.predict import command; command.KEPT = 99; doctor.main()"
+    )
+    ended = python("-c", every, "--json", "--world-size", 8, "--step", "h100", *words)
+    full = json.loads(printed(ended))["step"]
+    found, moved = predicted["step"], {name: size for name, size in full["peak"].items() if size > 1000}
+    assert found["seconds"] == pytest.approx(full["seconds"], rel=0.01)
+    assert {name: found["peak"][name] for name in moved} == pytest.approx(moved, rel=0.01)
+    assert found["mfu"] == pytest.approx(full["mfu"], rel=0.01) and 0 < found["mfu"] < 1
+    # What stays between steps is what the report counts from shapes.
+    assert found["peak"]["shards"] + found["peak"]["optimizer"] == pytest.approx(predicted["resting"], rel=0.02)
+    recomputed = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
+    less = doctor("--step", "h100", *words, *recomputed)["step"]
+    assert less["peak"]["activations"] < found["peak"]["activations"] / 2 and less["seconds"] > found["seconds"]
+
+
 # Many command lines, one process -----------------------------------------------------------------------------------
 
 FILES = {

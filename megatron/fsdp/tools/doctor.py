@@ -6,7 +6,8 @@
 One process is enough for any number of ranks, and no memory is allocated for weights. The report lists the mesh, units,
 dtypes, collectives and bytes per rank, or every unsupported setting with a remedy. With --gpu or --device-memory, it
 judges the arguments as on a GPU, says whether the command fits into the device's memory, and which changes would make
-it fit. Progress is shown on stderr. With --script, it says whether a launch script for Slurm saves in time and is
+it fit. With --step, one training step runs on tensors without memory, and its time on such GPUs is simulated. Progress
+is shown on stderr. With --script, it says whether a launch script for Slurm saves in time and is
 queued again; the scripts in examples/megatron_fsdp print their command with DRY_RUN=1, for the first form.
 
 Exit codes: 0 the command would start to train; 1 it would not; 2 these options or the script's path are wrong; 3 it
@@ -55,7 +56,10 @@ def main() -> int:
         )
         if options.step is not None and report.accepted:
             progress.start("running a step on tensors without memory")
-            report.step = predict_command(options.script, options.arguments, report, options.step)
+            try:
+                report.step = predict_command(options.script, options.arguments, report, options.step)
+            except Exception as error:  # noqa: BLE001 - the rest of the report stands
+                report.step = f"{type(error).__name__}: {error}"
             progress.end()
     print(report.as_json() if options.json else report.as_text())
     return report.exit_code

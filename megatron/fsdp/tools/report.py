@@ -23,7 +23,7 @@ class CommandStep:
         seconds: Its time, with the pipeline's bubble.
         bubble: Seconds that the pipeline takes to fill and to drain.
         tokens_per_second: Of all ranks.
-        mfu: Floating-point operations of the model, recomputation included, per second and peak of the device.
+        mfu: Floating-point operations of the model, without recomputation, as a part of the devices' peak.
         waits: Seconds that the computation waits, by what it waits for.
         peak: Bytes of tensors at the moment with the most, by category.
         module: The module that computes at that moment.
@@ -56,7 +56,7 @@ class Report:
         stages: Bytes of every pipeline stage at its peak, if all were examined. This stage has the most.
         memory: Bytes of this stage at its peak.
         verdict: Whether it fits, if a device was given.
-        step: The prediction of a step, if it was asked for.
+        step: The prediction of a step, if it was asked for, or why there is none.
     """
 
     world_size: int
@@ -72,7 +72,7 @@ class Report:
     stages: list[int] = field(default_factory=list)
     memory: Memory | None = None
     verdict: Verdict | None = None
-    step: CommandStep | None = None
+    step: CommandStep | str | None = None
 
     @property
     def accepted(self) -> bool:
@@ -112,7 +112,7 @@ class Report:
         if self.verdict is not None:
             found["fit"] = self.verdict.as_dict()
         if self.step is not None:
-            found["step"] = asdict(self.step)
+            found["step"] = self.step if isinstance(self.step, str) else asdict(self.step)
         return json.dumps(found, indent=2)
 
     def as_text(self) -> str:
@@ -200,8 +200,8 @@ class Report:
         return rows
 
     def _step(self) -> list[tuple[str, str]]:
-        if (step := self.step) is None:
-            return []
+        if (step := self.step) is None or isinstance(step, str):
+            return [("a step", f"not predicted: {step}")] if step else []
         waits = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in step.waits.items())
         parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in step.peak.items() if size)
         return [

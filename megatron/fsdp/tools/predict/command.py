@@ -68,7 +68,7 @@ def predict_command(script: Path, arguments: Sequence[str], report: Report, clus
         seconds,
         numbers["bubble"],
         found.tokens / seconds,
-        numbers["flops"] / seconds / cluster.device.flops["bfloat16"],
+        found.flops / report.world_size / seconds / cluster.device.flops[found.dtype],
         {name: numbers.get(f"wait {name}", 0.0) for name in (*WAITS.values(), "other communication")},
         {name.removeprefix("bytes "): round(n) for name, n in numbers.items() if name.startswith("bytes ")},
         found.module,
@@ -87,6 +87,8 @@ class _Run:
         numbers: Seconds, floating-point operations and bytes of a step.
         module: The module that computes when memory is at its peak.
         tokens: Of a step, on all ranks.
+        flops: Floating-point operations of the model in a step, on all ranks, as Megatron counts them.
+        dtype: Name of the dtype of the computation.
     """
 
     def __init__(self, cluster: Cluster, kept: dict[Any, int]) -> None:
@@ -94,11 +96,13 @@ class _Run:
         self._recorder = Recorder("nccl", runs_ahead=True)
         self._labels: list[LabelledMemory] = []
         self._engines: list[Any] = []
-        self._marks: list[tuple[Mark, Mark, list[StepRecorder], int]] = []
+        self._marks: list[tuple[Mark, Mark, list[StepRecorder]]] = []
         self.counts: dict[Any, int] = {}
         self.numbers: dict[str, float] = {}
         self.module = ""
         self.tokens = 0
+        self.flops = 0.0
+        self.dtype = "bfloat16"
 
     def go(self, script: Path, arguments: Sequence[str], world_size: int, rank: int) -> None:
         """Run the script up to the end of a few steps."""
@@ -126,7 +130,7 @@ class _Run:
             stack.callback(forget, training)
             replacements = (
                 (modules["training.arguments"], "validate_args", self._validating(validate)),
-                (training, "setup_model_and_optimizer", self._recording(training.setup_model_and_optimizer, active)),
+                (training, "setup_model_and_optimizer", self._recording(training, active)),
                 (training, "build_train_valid_test_data_iterators", self._iterators),
                 (training, "train_step", self._stepping(training.train_step)),
                 (schedules, "forward_step", self._forward(schedules.forward_step)),
@@ -173,10 +177,15 @@ class _Run:
 
         return validating
 
-    def _recording(self, setup: Callable[..., Any], active: ExitStack) -> Callable[..., Any]:
+    def _recording(self, training: Any, active: ExitStack) -> Callable[..., Any]:
+        setup = training.setup_model_and_optimizer
+
         def recording(*args: Any, **kwargs: Any) -> Any:
             active.enter_context(self._recorder.active())
             found = setup(*args, **kwargs)
+            batch = self._micro_batches * self._per_micro_batch
+            self.flops = training.num_floating_point_operations(self._args, batch)
+            self.dtype = str(self._args.params_dtype).removeprefix("torch.")
             self._args.do_train, self._args.do_valid, self._args.do_test = True, False, False
             return found
 
@@ -239,7 +248,7 @@ class _Run:
             if number == 3:
                 self._more_micro_batches()
             steps = [StepRecorder(engine, Clock(recorder)) for engine in self._engines] if number > 1 else []
-            first, begin = len(recorder.program), recorder.mark("forward")
+            begin = recorder.mark("forward")
             for each in steps:
                 each.start()
             result = step(forward_step, iterator, model, optimizer, *rest, **kwargs)
@@ -248,8 +257,7 @@ class _Run:
             for each in getattr(optimizer, "chained_optimizers", [optimizer]):
                 for labels in self._labels:
                     labels.label(each.optimizer)
-            flops = sum(entry.flops for entry in recorder.program[first:] if isinstance(entry, Cost))
-            self._marks.append((begin, recorder.mark(""), steps, flops))
+            self._marks.append((begin, recorder.mark(""), steps))
             if len(self._marks) == (4 if self._micro_batches > self._few else 3):
                 raise _Ended
             return result
@@ -305,15 +313,15 @@ class _Run:
         self.numbers = {name: value + (self._micro_batches - self._few) * each[name] for name, value in first.items()}
         per_micro_batch = each["seconds"] or first["seconds"] / self._few
         self.numbers["bubble"] = (self._stages - 1) / len(self._engines) * per_micro_batch
-        begin, end, *_ = self._marks[2]
+        begin, end, _ = self._marks[2]
         timeline = moments(in_program_order(recorder.program), begin.seconds, end.seconds)
         peak = max(timeline, key=lambda moment: moment.total)
         self.module = peak.module
         self.numbers |= {f"bytes {name}": float(size) for name, size in peak.bytes.items()}
 
-    def _measured(self, begin: Mark, end: Mark, steps: list[StepRecorder], flops: int) -> dict[str, float]:
+    def _measured(self, begin: Mark, end: Mark, steps: list[StepRecorder]) -> dict[str, float]:
         spans: list[Span] = [span for step in steps for span in step.trace(0).spans if span.row is Row.WAITS]
-        found = {"seconds": end.seconds - begin.seconds, "flops": float(flops)}
+        found = {"seconds": end.seconds - begin.seconds}
         found |= {f"wait {name}": 0.0 for name in (*WAITS.values(), "other communication")}
         for span in spans:
             found[f"wait {WAITS.get(str(span.kind), 'other communication')}"] += span.milliseconds / 1e3
