@@ -1,11 +1,7 @@
 """Programs that plain PyTorch allows train a sharded model as an unsharded one, or raise."""
 
 import copy
-import functools
 import itertools
-import os
-import select
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -107,11 +103,11 @@ class Side:
 Program = Callable[[Side], torch.Tensor]
 
 
-def _batch() -> torch.Tensor:
+def batch() -> torch.Tensor:
     return torch.randn(4, 6).to(device())
 
 
-def _same(program: Program, build: Callable[[], nn.Module], settings: list[str], optimizer: Any = sgd) -> None:
+def same(program: Program, build: Callable[[], nn.Module], settings: list[str], optimizer: Any = sgd) -> None:
     """Run a program with both models, three times, and compare losses and weights."""
     for name in settings:
         torch.manual_seed(0)
@@ -133,7 +129,7 @@ def _same(program: Program, build: Callable[[], nn.Module], settings: list[str],
 
 def _freeze_forward_thaw(side: Side) -> torch.Tensor:
     """As adapters that are disabled for a reference."""
-    x = _batch()
+    x = batch()
     y, block = side.model(x), side.inner.blocks[0]
     block.requires_grad_(False)
     with torch.no_grad():
@@ -146,7 +142,7 @@ def _freeze_forward_thaw(side: Side) -> torch.Tensor:
 
 
 def _sam(side: Side) -> torch.Tensor:
-    x = _batch()
+    x = batch()
     side.model(x).pow(2).mean().backward()
     side.sync()
     before = [p.detach().clone() for p in side.model.parameters()]
@@ -176,7 +172,7 @@ def _writes() -> Iterator[Callable[[nn.Parameter], object]]:
 
 def _write(side: Side) -> torch.Tensor:
     """Main weights are written in every way, between evaluations and after a forward whose loss is not used."""
-    x, total = _batch(), torch.zeros((), device=device())
+    x, total = batch(), torch.zeros((), device=device())
     for grad in (False, True):
         for write in _writes():
             with torch.set_grad_enabled(grad):
@@ -192,7 +188,7 @@ def _write(side: Side) -> torch.Tensor:
 
 
 def _penalized(side: Side) -> torch.Tensor:
-    y = side.model(_batch())
+    y = side.model(batch())
     loss = y.pow(2).mean() + sum(getattr(block, "penalty", 0.0) for block in side.inner.blocks)
     loss.backward()
     side.step()
@@ -200,10 +196,10 @@ def _penalized(side: Side) -> torch.Tensor:
 
 
 def _gradient_penalty(side: Side) -> torch.Tensor:
-    x = _batch().requires_grad_()
+    x = batch().requires_grad_()
     y = side.model(x)
     (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-    side.model(_batch())  # another forward before the backward of the penalty
+    side.model(batch())  # another forward before the backward of the penalty
     loss = y.pow(2).mean() + (gradient.norm(dim=1) - 1).pow(2).mean()
     loss.backward()
     side.step()
@@ -212,10 +208,10 @@ def _gradient_penalty(side: Side) -> torch.Tensor:
 
 def _captured(side: Side) -> torch.Tensor:
     """A backward, then one of an activation that a hook has captured."""
-    side.model(_batch()).pow(2).mean().backward()
+    side.model(batch()).pow(2).mean().backward()
     seen: list[torch.Tensor] = []
     handle = side.inner.blocks[0].up.register_forward_hook(lambda *given: seen.append(given[2]))
-    side.model(_batch())
+    side.model(batch())
     handle.remove()
     side.inner.blocks[1].requires_grad_(not side.inner.blocks[1].up.weight.requires_grad)
     loss = seen[0].pow(2).mean()
@@ -227,7 +223,7 @@ def _captured(side: Side) -> torch.Tensor:
 def _given_weights(side: Side) -> torch.Tensor:
     given = {name: torch.full(p.shape, 0.01, device=device()) for name, p in side.inner.named_parameters()}
     del given["head.bias"]
-    loss = torch.func.functional_call(side.inner, given, (_batch(),)).pow(2).mean()
+    loss = torch.func.functional_call(side.inner, given, (batch(),)).pow(2).mean()
     loss.backward()
     side.step()
     return loss
@@ -263,7 +259,7 @@ def test_program(ranks: RankPool, program: str) -> None:
 
 
 def _run(name: str) -> None:
-    _same(*PROGRAMS[name])
+    same(*PROGRAMS[name])
 
 
 def _raises(kind: str, setting: str) -> None:
@@ -310,16 +306,16 @@ def _stale(changed_by: str) -> None:
         arguments = {"fsdp_unit_modules": [Block], "mixed_precision_policy": policy, **setting}
         model = Model().to(device())
         model, optimizer = fully_shard(model, sgd(model.parameters()), **arguments)
-        batch = _batch().to(compute)
-        pending = model(batch).mean()
-        model(batch).mean().backward()
+        x = batch().to(compute)
+        pending = model(x).mean()
+        model(x).mean().backward()
         if changed_by == "step":
             optimizer.step()
         else:
             model.load_state_dict({name: 2 * value for name, value in model.state_dict().items()})
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             pending.backward()
-        model(batch).mean().backward()  # it is usable afterwards
+        model(x).mean().backward()  # it is usable afterwards
 
 
 @pytest.mark.parametrize("changed_by", ["step", "load"])
@@ -343,7 +339,7 @@ def _kept() -> None:
             norms = []
             for side, parameters, average in zip(sides, kept, averages, strict=True):
                 torch.manual_seed(10 * step + dist.get_rank())
-                (side.model(_batch()).pow(2).mean() * 100).backward()
+                (side.model(batch()).pow(2).mean() * 100).backward()
                 side.sync()
                 norms.append(float(nn.utils.clip_grad_norm_(parameters, 0.1)))
                 side.step()
@@ -375,7 +371,7 @@ class Recurrent(nn.Module):
 
 
 def _loss(side: Side) -> torch.Tensor:
-    loss = side.model(_batch()).pow(2).mean()
+    loss = side.model(batch()).pow(2).mean()
     loss.backward()
     side.step()
     return loss
@@ -384,7 +380,7 @@ def _loss(side: Side) -> torch.Tensor:
 def _recurrent(units: Any) -> None:
     for name in SETTINGS:
         SETTINGS[name].setdefault("fsdp_unit_modules", units)
-    _same(_loss, Recurrent, list(SETTINGS))
+    same(_loss, Recurrent, list(SETTINGS))
 
 
 @pytest.mark.parametrize("units", ["Block", "LSTM"])
@@ -397,7 +393,7 @@ def _keep_a_weight(view: bool) -> None:
     kept = []
     model.blocks[0].up.register_forward_hook(lambda m, *unused: kept.append(m.weight.t() if view else m.weight))
     model = fully_shard_model(model, fsdp_unit_modules=[Block])
-    model(_batch())
+    model(batch())
     kept[0].sum()
 
 
@@ -420,7 +416,7 @@ def _keep_a_weight_in_debug_mode(kind: str) -> None:
     before = dist.get_debug_level()
     dist.set_debug_level(dist.DebugLevel.INFO)
     try:
-        model(_batch())
+        model(batch())
     finally:
         dist.set_debug_level(before)
 
@@ -450,11 +446,11 @@ def test_a_plain_parameter_with_sharded_data_raises(ranks: RankPool) -> None:
 
 def _zeroed(side: Side) -> torch.Tensor:
     """Momentum and weight decay act on gradients of zeros, and not on parameters without gradients."""
-    loss = side.model(_batch()).pow(2).mean()
+    loss = side.model(batch()).pow(2).mean()
     loss.backward()
     side.step()
     for zero_grad in (side.optimizer.zero_grad, side.model.zero_grad):
-        side.model(_batch()).pow(2).mean().backward()
+        side.model(batch()).pow(2).mean().backward()
         zero_grad(set_to_none=False)
         side.optimizer.step()
     side.optimizer.zero_grad()
@@ -466,7 +462,7 @@ def _momentum(parameters: Any) -> torch.optim.Optimizer:
 
 
 def test_gradients_are_filled_with_zeros(ranks: RankPool) -> None:
-    ranks.run(2, _same, _zeroed, Model, ["optim_grads_params", "no_shard"], _momentum)
+    ranks.run(2, same, _zeroed, Model, ["optim_grads_params", "no_shard"], _momentum)
 
 
 def _evaluate_first() -> None:
@@ -475,8 +471,8 @@ def _evaluate_first() -> None:
         fsdp2.fully_shard(block)
     fsdp2.fully_shard(model)
     with torch.inference_mode():
-        model(_batch())
-    model(_batch()).sum().backward()
+        model(batch())
+    model(batch()).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
@@ -487,7 +483,7 @@ def test_an_evaluation_in_inference_mode_may_come_first(ranks: RankPool) -> None
 def _closure(side: Side) -> torch.Tensor:
     def closure() -> torch.Tensor:
         side.optimizer.zero_grad()
-        loss = side.model(_batch()).pow(2).mean()
+        loss = side.model(batch()).pow(2).mean()
         loss.backward()
         side.sync()
         return loss
@@ -500,7 +496,7 @@ def _without_sync(program: Program, settings: list[str], optimizer: Any = sgd) -
     """Gradients are not synchronized after each micro-batch."""
     for setting in SETTINGS.values():
         setting["sync_model_each_microbatch"] = False
-    _same(program, Model, settings, optimizer)
+    same(program, Model, settings, optimizer)
 
 
 def test_gradients_of_a_closure_are_synchronized(ranks: RankPool) -> None:
@@ -517,7 +513,7 @@ def _kept_dtensor() -> None:
     )
     with torch.no_grad():
         kept.mul_(2.0)
-    sharded(_batch()).sum().backward()
+    sharded(batch()).sum().backward()
     assert torch.equal(kept.full_tensor(), model[0].weight.full_tensor())
     assert torch.equal(kept.to_local(), model[0].weight.to_local())
     assert kept.grad is model[0].weight.grad
@@ -529,7 +525,7 @@ def test_a_tensor_parallel_parameter_from_before_sharding(ranks: RankPool) -> No
 
 
 def _zeros_of_waiting_gradients(side: Side) -> torch.Tensor:
-    loss = side.model(_batch()).pow(2).mean()
+    loss = side.model(batch()).pow(2).mean()
     loss.backward()
     side.optimizer.zero_grad(set_to_none=False)
     side.optimizer.step()
@@ -542,7 +538,7 @@ def test_waiting_gradients_are_filled_with_zeros(ranks: RankPool) -> None:
 
 def _a_unit_alone() -> None:
     model = fully_shard_model(Model().to(device()), fsdp_unit_modules=[Block], zero_dp_strategy=2)
-    pending = model(_batch())
+    pending = model(batch())
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
@@ -582,148 +578,3 @@ def _save_empty(folder: str) -> None:
 
 def test_a_parameter_without_elements_is_saved(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(2, _save_empty, str(tmp_path))
-
-
-def _in_turns(program: int, settings: list[str]) -> None:
-    """Ranks run blocks that no rank has run before, or in orders of their own."""
-    steps = iter(range(100))
-
-    def run(side: Side) -> torch.Tensor:
-        step, rank, model = next(steps) // 2 % 3, dist.get_rank(), side.inner
-        orders = {0: ((0, 1), (0, 1)), 1: ((0, 1), (0, 1, 2)), 2: ((2,), (0,))}
-        order = orders[step][rank] if program == 0 else ((0, 1, 2), (2, 0, 1))[(step + rank) % 2]
-        model.forward = functools.partial(_forward_of, model, order)
-        loss = side.model(_batch()).pow(2).mean()
-        loss.backward()
-        # Where only some ranks have a gradient, the others' are zero.
-        for parameter in model.parameters() if side.model is model else ():
-            has = torch.tensor(float(parameter.grad is not None))
-            dist.all_reduce(has)
-            if has and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        side.step()
-        return loss
-
-    _same(run, Model, settings)
-
-
-def _forward_of(model: Any, order: tuple[int, ...], x: torch.Tensor) -> torch.Tensor:
-    x = model.first(x)
-    for index in order:
-        x = model.blocks[index](x)
-    return model.head(x)
-
-
-EVERY = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
-
-
-def test_a_block_that_no_rank_has_run_before(ranks: RankPool) -> None:
-    ranks.run(2, _in_turns, 0, EVERY)
-
-
-def test_blocks_in_an_order_of_each_rank(ranks: RankPool) -> None:
-    ranks.run(2, _in_turns, 1, EVERY[:3])
-    with pytest.raises(RankFailure, match=r"CollectiveMismatch|ranks run units in different orders"):
-        ranks.run(2, _in_turns, 1, EVERY[3:])
-
-
-def _hooked(side: Side) -> torch.Tensor:
-    """Hooks of the step clip gradients and read weights, registered before and after sharding."""
-    seen = []
-    parameters = [p for group in side.optimizer.param_groups for p in group["params"]]
-
-    def clip(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
-        nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 0.01)
-
-    def read(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
-        seen.append(float(optimizer.param_groups[0]["params"][0].norm()))
-
-    hooks = [side.optimizer.register_step_pre_hook(clip), side.optimizer.register_step_post_hook(read)]
-    loss = side.model(_batch()).pow(2).mean()
-    loss.backward()
-    side.step()
-    for hook in hooks:
-        hook.remove()
-    assert parameters[0].grad is None
-    return torch.tensor([*seen, loss.item()])
-
-
-def _with_hooks(parameters: Any) -> torch.optim.Optimizer:
-    optimizer = torch.optim.AdamW(parameters, 0.01, eps=1e-3)
-
-    def clip(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
-        nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 0.02)
-
-    optimizer.register_step_post_hook(lambda *_: optimizer.param_groups[0].update(lr=_norm_of(optimizer) / 100))
-    optimizer.register_step_pre_hook(clip)
-    return optimizer
-
-
-def _norm_of(optimizer: torch.optim.Optimizer) -> float:
-    return float(optimizer.param_groups[0]["params"][0].norm())
-
-
-def test_hooks_of_the_step(ranks: RankPool) -> None:
-    ranks.run(2, _same, _hooked, Model, ["optim_grads_params", "optim"], _with_hooks)
-
-
-class Parts(nn.Module):
-    """Parameters and a buffer that are parts of other tensors."""
-
-    def __init__(self, shared: str = "") -> None:
-        super().__init__()
-        whole = torch.linspace(-1, 1, 96)
-        self.up, self.down = nn.Parameter(whole[:48].view(8, 6)), nn.Parameter(whole[48:].view(6, 8))
-        self.scale = nn.Parameter(torch.linspace(1, 2, 12)[::2])
-        self.register_buffer("slopes", torch.arange(12.0)[::2])
-        self.register_buffer("shift", torch.ones(1).expand(6))
-        if shared == "tied":
-            self.up.data = self.down.data.view(8, 6)
-        elif shared:
-            self.down.data = whole[40:88].view(6, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x @ self.up.T).tanh() @ self.down.T * self.scale + self.shift * self.slopes
-
-
-def _step(side: Side) -> torch.Tensor:
-    loss = side.model(_batch()).pow(2).mean()
-    loss.backward()
-    side.step()
-    return loss
-
-
-def test_parameters_that_are_parts_of_one_tensor(ranks: RankPool) -> None:
-    ranks.run(2, _same, _step, Parts, ["without units"])
-
-
-def _shard_parts(shared: str) -> None:
-    fully_shard_model(Parts(shared).to(device()), fsdp_unit_modules=[])
-
-
-@pytest.mark.parametrize("shared", ["tied", "overlapping"])
-def test_parameters_that_share_memory_raise(ranks: RankPool, shared: str) -> None:
-    with pytest.raises(RankFailure, match=r"The parameters \w+ and \w+ share memory"):
-        ranks.run(1, _shard_parts, shared)
-
-
-def _in_a_fork() -> str:
-    model = fully_shard_model(Model().to(device()), fsdp_unit_modules=[Block])
-    model(_batch())
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            model(_batch())
-        except RuntimeError as error:
-            os.write(write, str(error).encode())
-        os._exit(0)
-    said = os.read(read, 1000).decode() if select.select([read], [], [], 20)[0] else "nothing"
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return said
-
-
-@pytest.mark.skipif(DEVICE == "cuda", reason="CUDA itself refuses forks")
-def test_a_forked_process_is_refused(ranks: RankPool) -> None:
-    assert all("forked from a rank" in said for said in ranks.run(2, _in_a_fork))

@@ -1,0 +1,162 @@
+"""More programs that plain PyTorch allows: orders of layers, hooks of the step, memory that parameters share, forks."""
+
+import functools
+import os
+import select
+import signal
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_fsdp import fully_shard_model
+from tests.models import device
+from tests.ranks import DEVICE, RankFailure, RankPool
+from tests.unit_tests.test_same_answer import Block, Model, Side, batch, same
+
+
+def _in_turns(program: int, settings: list[str]) -> None:
+    """Ranks run blocks that no rank has run before, or in orders of their own."""
+    steps = iter(range(100))
+
+    def run(side: Side) -> torch.Tensor:
+        step, rank, model = next(steps) // 2 % 3, dist.get_rank(), side.inner
+        orders = {0: ((0, 1), (0, 1)), 1: ((0, 1), (0, 1, 2)), 2: ((2,), (0,))}
+        order = orders[step][rank] if program == 0 else ((0, 1, 2), (2, 0, 1))[(step + rank) % 2]
+        model.forward = functools.partial(_forward_of, model, order)
+        loss = side.model(batch()).pow(2).mean()
+        loss.backward()
+        # Where only some ranks have a gradient, the others' are zero.
+        for parameter in model.parameters() if side.model is model else ():
+            has = torch.tensor(float(parameter.grad is not None))
+            dist.all_reduce(has)
+            if has and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        side.step()
+        return loss
+
+    same(run, Model, settings)
+
+
+def _forward_of(model: Any, order: tuple[int, ...], x: torch.Tensor) -> torch.Tensor:
+    x = model.first(x)
+    for index in order:
+        x = model.blocks[index](x)
+    return model.head(x)
+
+
+EVERY = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
+
+
+def test_a_block_that_no_rank_has_run_before(ranks: RankPool) -> None:
+    ranks.run(2, _in_turns, 0, EVERY)
+
+
+def test_blocks_in_an_order_of_each_rank(ranks: RankPool) -> None:
+    ranks.run(2, _in_turns, 1, EVERY[:3])
+    with pytest.raises(RankFailure, match=r"CollectiveMismatch|ranks run units in different orders"):
+        ranks.run(2, _in_turns, 1, EVERY[3:])
+
+
+def _hooked(side: Side) -> torch.Tensor:
+    """Hooks of the step clip gradients and read weights, registered before and after sharding."""
+    seen = []
+    parameters = [p for group in side.optimizer.param_groups for p in group["params"]]
+
+    def clip(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
+        nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 0.01)
+
+    def read(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
+        seen.append(float(optimizer.param_groups[0]["params"][0].norm()))
+
+    hooks = [side.optimizer.register_step_pre_hook(clip), side.optimizer.register_step_post_hook(read)]
+    loss = side.model(batch()).pow(2).mean()
+    loss.backward()
+    side.step()
+    for hook in hooks:
+        hook.remove()
+    assert parameters[0].grad is None
+    return torch.tensor([*seen, loss.item()])
+
+
+def _with_hooks(parameters: Any) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(parameters, 0.01, eps=1e-3)
+
+    def clip(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
+        nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 0.02)
+
+    optimizer.register_step_post_hook(lambda *_: optimizer.param_groups[0].update(lr=_norm_of(optimizer) / 100))
+    optimizer.register_step_pre_hook(clip)
+    return optimizer
+
+
+def _norm_of(optimizer: torch.optim.Optimizer) -> float:
+    return float(optimizer.param_groups[0]["params"][0].norm())
+
+
+def test_hooks_of_the_step(ranks: RankPool) -> None:
+    ranks.run(2, same, _hooked, Model, ["optim_grads_params", "optim"], _with_hooks)
+
+
+class Parts(nn.Module):
+    """Parameters and a buffer that are parts of other tensors."""
+
+    def __init__(self, shared: str = "") -> None:
+        super().__init__()
+        whole = torch.linspace(-1, 1, 96)
+        self.up, self.down = nn.Parameter(whole[:48].view(8, 6)), nn.Parameter(whole[48:].view(6, 8))
+        self.scale = nn.Parameter(torch.linspace(1, 2, 12)[::2])
+        self.register_buffer("slopes", torch.arange(12.0)[::2])
+        self.register_buffer("shift", torch.ones(1).expand(6))
+        if shared == "tied":
+            self.up.data = self.down.data.view(8, 6)
+        elif shared:
+            self.down.data = whole[40:88].view(6, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.up.T).tanh() @ self.down.T * self.scale + self.shift * self.slopes
+
+
+def _step(side: Side) -> torch.Tensor:
+    loss = side.model(batch()).pow(2).mean()
+    loss.backward()
+    side.step()
+    return loss
+
+
+def test_parameters_that_are_parts_of_one_tensor(ranks: RankPool) -> None:
+    ranks.run(2, same, _step, Parts, ["without units"])
+
+
+def _shard_parts(shared: str) -> None:
+    fully_shard_model(Parts(shared).to(device()), fsdp_unit_modules=[])
+
+
+@pytest.mark.parametrize("shared", ["tied", "overlapping"])
+def test_parameters_that_share_memory_raise(ranks: RankPool, shared: str) -> None:
+    with pytest.raises(RankFailure, match=r"The parameters \w+ and \w+ share memory"):
+        ranks.run(1, _shard_parts, shared)
+
+
+def _in_a_fork() -> str:
+    model = fully_shard_model(Model().to(device()), fsdp_unit_modules=[Block])
+    model(batch())
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            model(batch())
+        except RuntimeError as error:
+            os.write(write, str(error).encode())
+        os._exit(0)
+    said = os.read(read, 1000).decode() if select.select([read], [], [], 20)[0] else "nothing"
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return said
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="CUDA itself refuses forks")
+def test_a_forked_process_is_refused(ranks: RankPool) -> None:
+    assert all("forked from a rank" in said for said in ranks.run(2, _in_a_fork))
