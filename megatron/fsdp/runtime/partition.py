@@ -194,7 +194,8 @@ def _check_memory(params: list[ShardedParameter]) -> None:
     ranges = []
     for param in params:
         tensor = param.original
-        if type(tensor.data) is torch.Tensor and not tensor.is_meta and tensor.numel() and tensor.is_contiguous():
+        has_memory = type(tensor.data) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_meta
+        if has_memory and tensor.numel() and tensor.is_contiguous():
             start = tensor.storage_offset() * tensor.itemsize
             ranges.append((tensor.untyped_storage()._cdata, start, start + tensor.nbytes, param.name))
     ranges.sort()

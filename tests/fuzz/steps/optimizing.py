@@ -81,6 +81,20 @@ def optimize(side: Side) -> None:
 
 
 @step()
+def step_hook(side: Side) -> None:
+    """A hook of the optimizer's step that clips each gradient, until the next such step."""
+    if "step hook" in side.kept:
+        side.kept.pop("step hook").remove()
+        return
+
+    def clip(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
+        for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+            parameter.grad.div_(1 + full(torch.norm(parameter.grad)).item())
+
+    side.kept["step hook"] = side.optimizer.register_step_pre_hook(clip)
+
+
+@step()
 def closure(side: Side) -> Any:
     def compute() -> Any:
         side.optimizer.zero_grad()

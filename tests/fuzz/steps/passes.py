@@ -39,6 +39,14 @@ def forward(side: Side, batch: int, order: tuple[int, ...], mode: str, autocast:
     return loss
 
 
+@step(2, orders=(((0, 1), (0,)), ((0,), (1,)), ((0, 1), ())))
+def apart(side: Side, orders: tuple[tuple[int, ...], ...]) -> Any:
+    """Ranks that run other blocks."""
+    loss = side.loss(side.model(side.batch(1), orders[side.place.rank % 2]))
+    side.losses.append(loss)
+    return loss
+
+
 @step(2, index=(0, 1), batch=(0, 1))
 def part(side: Side, index: int, batch: int) -> Any:
     """A block that is called directly."""
@@ -163,12 +171,13 @@ def gradients_of(side: Side, what: str) -> Any:
     side.synchronized()
 
 
-@step(3, kind=("pow", "norm", "abs", "full"), what=(*PARTS, "old"), alone=(False, False, True))
+@step(3, kind=("pow", "norm", "columns", "abs", "full"), what=(*PARTS, "old"), alone=(False, False, True))
 def regularized(side: Side, kind: str, what: str, alone: bool) -> Any:
     """A loss with a penalty on weights."""
     measures: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "pow": lambda p: p.pow(2).sum(),
         "norm": lambda p: p.norm(),
+        "columns": lambda p: torch.linalg.vector_norm(p, dim=0).sum() if p.dim() else p.norm(),
         "abs": lambda p: p.abs().mean(),
         "full": lambda p: full(p).pow(3).sum(),
     }

@@ -122,10 +122,15 @@ def _assign(parameters: dict[str, nn.Parameter], values: dict[str, torch.Tensor]
             parameter.data = values[name]
 
 
-@step(3, kind=("sum", "norm", "full", "old", "data"), what=PARTS)
+@step(3, kind=("sum", "norm", "full", "old", "data", "out"), what=PARTS)
 def read(side: Side, kind: str, what: str) -> Any:
     """Weights are read."""
-    measures = {"norm": torch.norm, "full": lambda p: full(p).double().pow(3).sum(), "data": _sum_of_data}
+    measures = {
+        "norm": torch.norm,
+        "full": lambda p: full(p).double().pow(3).sum(),
+        "data": _sum_of_data,
+        "out": lambda p: torch.exp(p.detach(), out=torch.empty(p.shape, dtype=p.dtype)).sum(),
+    }
     measure = measures.get(kind, lambda p: p.sum())
     return torch.stack([full(measure(p)).double() for p in (side.old if kind == "old" else side.parameters(what))])
 
