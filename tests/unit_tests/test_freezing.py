@@ -119,7 +119,7 @@ def _communication_of(phases: list[str]) -> list[tuple[int, int]]:
 
 def test_frozen_units_are_not_reduced_and_plans_are_made_once(ranks: RankPool) -> None:
     phases = ["", "blocks.1", "", "blocks.1", "blocks.1 blocks.2.up", "blocks.0 blocks.1"]
-    # Forward and backward are exchanged where a set of units takes gradients for the first time.
+    # Forward, backward and late reductions are exchanged where a set of units takes gradients for the first time.
     expected = [(4, 3), (3, 3), (4, 0), (3, 0), (3, 0), (2, 3)]
     assert ranks.run(2, _communication_of, phases) == [expected] * 2
 
