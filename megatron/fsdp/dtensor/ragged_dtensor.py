@@ -360,7 +360,7 @@ def _writes_shards(func: Any, args: tuple, kwargs: dict) -> bool:
         return False
     lead = _leading(tree_flatten((args, kwargs))[0])
     if not _is_elementwise(func) or not all(same_layout(each, lead) for each in given):
-        raise Unsupported(func, "out= takes a plain tensor here: write target.copy_(result)")
+        raise Unsupported(func)
     return True
 
 

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from megatron.fsdp.buffers.flat_buffer import storage_id
 from megatron.fsdp.buffers.parameter import TENSOR_PARALLEL, GroupKey, ShardedParameter, check_class, refuse_early_read
@@ -194,8 +195,8 @@ def _check_memory(params: list[ShardedParameter]) -> None:
     ranges = []
     for param in params:
         tensor = param.original
-        has_memory = type(tensor.data) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_meta
-        if has_memory and tensor.numel() and tensor.is_contiguous():
+        has_memory = not (is_lazy(tensor) or tensor.is_meta) and tensor.layout is torch.strided
+        if has_memory and type(tensor.data) is torch.Tensor and tensor.numel() and tensor.is_contiguous():
             start = tensor.storage_offset() * tensor.itemsize
             ranges.append((tensor.untyped_storage()._cdata, start, start + tensor.nbytes, param.name))
     ranges.sort()
