@@ -76,7 +76,7 @@ def _shortest(found: list[Result]) -> Result:
 def _run(runner: Runner, made: Iterator[Program], end: float) -> list[Result]:
     results: list[Result] = []
     seen: set[tuple[str, str]] = {("right", "")}
-    while time.time() < end and (chunk := list(itertools.islice(made, 50))):
+    while time.time() < end and (chunk := list(itertools.islice(made, 200))):
         results += runner.results(chunk)
         for result in results:
             if result.signature not in seen:

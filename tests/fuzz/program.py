@@ -23,7 +23,7 @@ from megatron.fsdp.dtensor.torch_patches import TORCH
 from .network import CHOICES as FEATURES
 from .network import Features
 from .settings import CHOICES, TOLERANCES, Meshes, Setting, meshes
-from .sides import Sharded, Side, full
+from .sides import Shard, Sharded, Side, full
 from .steps import KINDS
 
 SECONDS = 12
@@ -204,11 +204,13 @@ def _tolerance(program: Program) -> float:
 def compare(wanted: dict[str, Any], got: dict[str, Any], tolerance: float) -> str:
     """The first difference, or nothing."""
     # A sharded optimizer's state dict has zeros where a plain one has nothing yet: checkpoints are loaded into them.
-    got = {k: v for k, v in got.items() if k in wanted or not k.startswith("state") or v.any()}
+    got = {k: v for k, v in got.items() if k in wanted or not k.startswith("state") or getattr(v, "local", v).any()}
     if wanted.keys() != got.keys():
         return f"names {sorted(wanted.keys() ^ got.keys())[:3]}"
     for name, value in wanted.items():
         other = got[name]
+        if isinstance(other, Shard) and isinstance(value, torch.Tensor):
+            value, other = other.part.take_from(value), other.local
         if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
             if value.shape != other.shape:
                 return f"{name}: shape {tuple(other.shape)} instead of {tuple(value.shape)}"

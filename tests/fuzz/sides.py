@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 import tempfile
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,13 @@ from .settings import DTYPES, Meshes, Setting
 def full(tensor: Any) -> torch.Tensor:
     """The full tensor of a DTensor; another tensor as it is."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+class Shard(NamedTuple):
+    """This rank's part of a tensor, which is compared with the same part of the plain one."""
+
+    local: torch.Tensor
+    part: Any  # takes it from the full tensor
 
 
 class Side:
@@ -170,16 +177,20 @@ class Side:
         seen: dict[str, Any] = {"rng": hashlib.sha1(torch.get_rng_state().numpy().tobytes()).hexdigest()}
         for number, (model, net) in enumerate(self.models):
             for name, value in model.state_dict().items():
-                seen[f"weights {number} {name.removeprefix('module.')}"] = full(value).detach().clone()
+                seen[f"weights {number} {name.removeprefix('module.')}"] = self.seen(value)
             for name, parameter in net.named_parameters() if not self.pending else ():
                 gradient = parameter.grad
-                seen[f"grad {number} {name}"] = None if gradient is None else full(gradient).detach().clone()
+                seen[f"grad {number} {name}"] = None if gradient is None else self.seen(gradient)
         for number, optimizer in enumerate(self.optimizers):
             for index, state in optimizer.state_dict()["state"].items():
                 for name, value in state.items():
                     tensor = value if isinstance(value, torch.Tensor) else torch.tensor(float(value or 0))
-                    seen[f"state {number} {index} {name}"] = full(tensor).detach().clone()
+                    seen[f"state {number} {index} {name}"] = self.seen(tensor)
         return seen
+
+    def seen(self, tensor: torch.Tensor) -> Any:
+        """A copy of a tensor's values."""
+        return full(tensor).detach().clone()
 
 
 def full_local(tensor: torch.Tensor) -> torch.Tensor:
@@ -205,6 +216,14 @@ class Sharded(Side):
 
     def decide(self, value: Callable[[], bool]) -> bool:
         return self.choices.pop(0)
+
+    def seen(self, tensor: torch.Tensor) -> Any:
+        """This rank's part of a sharded tensor: gathering every tensor takes most of a program's time."""
+        if type(tensor).__name__ != "RaggedDTensor":
+            return super().seen(tensor)
+        from megatron.fsdp.dtensor.placements import local_slice
+
+        return Shard(full_local(tensor).clone(), local_slice(tensor._spec))  # type: ignore[attr-defined]
 
     @contextlib.contextmanager
     def without_sync(self) -> Iterator[None]:
