@@ -15,6 +15,8 @@ from megatron.fsdp.runtime.unit import Unit
 
 logger = logging.getLogger(__name__)
 
+# Unusual backwards that are not made plans.
+MOST_ATTEMPTS = 3
 ORDERS_DIFFER = (
     "FSDP unit {} runs after one that is registered behind it, and ranks run units in different orders: their "
     "all-gathers do not match. Run units in the order in which they are registered (a rank may leave some out), make "
@@ -149,14 +151,14 @@ def out_of_order(recorded: list[Op], requested: list[Op]) -> list[Op]:
 
 
 def with_others(recorded: list[Op], guessed: list[Op], others: set[int]) -> list[Op]:
-    """Add the operations of other units to recorded ones, each after the one before it in ``guessed``."""
+    """Add the operations of other units that recorded ones lack, each after the one before it in ``guessed``."""
     result, place = list(recorded), 0
     for op in guessed:
-        if op.unit_index in others:
+        if op in result[place:]:
+            place = result.index(op, place) + 1
+        elif op.unit_index in others and op not in result:
             result.insert(place, op)
             place += 1
-        elif op in result[place:]:
-            place = result.index(op, place) + 1
     return result
 
 
@@ -181,6 +183,7 @@ class Plans:
         backward: Plan of the backward.
         recording: The pass that runs is to be recorded.
         exchange: The argument.
+        unusual: The backward that is recorded has entered units at something else than their outputs.
     """
 
     def __init__(self, units: list[Unit], distance: int, exchange: Callable[[list[int]], list[list[int]]]) -> None:
@@ -190,6 +193,8 @@ class Plans:
         self.forward = Plan([Op(OpKind.UNSHARD, unit.index) for unit in units], distance)
         self.backward = self._guessed_backward()
         self.recording = True
+        self.unusual = False
+        self._attempts = 0
         self._known: dict[tuple[bool, ...], Plan] = {}
 
     def _backward(self, requested: list[Op]) -> Plan:
@@ -228,7 +233,13 @@ class Plans:
             RuntimeError: Only some ranks have unsharded a unit out of the plan's order.
         """
         self.recording = False
-        forward, backward = (self._merged(plan) for plan in (self.forward, self.backward))
+        (forward, _), (backward, unusual) = (self._merged(plan) for plan in (self.forward, self.backward))
+        self.unusual = False
+        if unusual and self._attempts < MOST_ATTEMPTS:
+            # A backward from the inside of a unit has an order of its own. The next one is probably an ordinary one.
+            self.recording = True
+            self._attempts += 1
+            return
         if forward == []:
             forward = self.forward.requested  # a second backward of the forward that was recorded
         if forward is None or backward is None:
@@ -238,31 +249,36 @@ class Plans:
             )
             self.forward.orders_differ = self.backward.orders_differ = True
         else:
-            # One rank alone may later run a unit that no rank has run.
-            ran = {op.unit_index for op in (*forward, *backward)}
-            if others := {unit.index: unit.label for unit in self._units if unit.index not in ran}:
-                logger.info("FSDP: no rank has run %s; weights are gathered in case that one does.", [*others.values()])
-            last, every = forward[-1], [Op(OpKind.UNSHARD, unit.index) for unit in self._units]
-            self.forward = Plan(with_others(forward, every, {*others}), self._distance)
-            if (
-                self.forward.requested[-1] != last
-                and last not in backward
-                and not self._units[last.unit_index].keeps_weights
-            ):
-                backward = [last, *backward]  # it was kept for the backward that was recorded
-            self.backward = self._backward(with_others(backward, self._guessed_backward().requested, {*others}))
+            self._follow(forward, backward)
         self._known[self._trainable()] = self.backward
 
-    def _merged(self, plan: Plan) -> list[Op] | None:
-        rows = self.exchange([value for op in plan.recorded for value in op])
-        recorded = [[Op(OpKind(row[i]), row[i + 1]) for i in range(0, len(row), 2)] for row in rows]
+    def _follow(self, forward: list[Op], backward: list[Op]) -> None:
+        """Make these the plans, with the operations that they lack and that one rank alone may request later."""
+        ran = {op.unit_index for op in forward}
+        reduced = {op.unit_index for op in backward if op.kind is OpKind.REDUCE}
+        never = {unit.index for unit in self._units if unit.index not in ran}
+        if never:
+            names = [self._units[index].label for index in sorted(never)]
+            logger.info("FSDP: no rank has run %s; weights are gathered in case that one does.", names)
+        last, every = forward[-1], [Op(OpKind.UNSHARD, unit.index) for unit in self._units]
+        self.forward = Plan(with_others(forward, every, never), self._distance)
+        keeps = last in backward or self._units[last.unit_index].keeps_weights
+        if self.forward.requested[-1] != last and not keeps:
+            backward = [last, *backward]  # its weights were kept for the backward that was recorded
+        unreduced = {unit.index for unit in self._units if unit.trainable and unit.index not in reduced}
+        self.backward = self._backward(with_others(backward, self._guessed_backward().requested, never | unreduced))
+
+    def _merged(self, plan: Plan) -> tuple[list[Op] | None, bool]:
+        """The ranks' recordings as one, and whether a rank's is unusual."""
+        rows = self.exchange([int(self.unusual), *(value for op in plan.recorded for value in op)])
+        recorded = [[Op(OpKind(row[i]), row[i + 1]) for i in range(1, len(row), 2)] for row in rows]
         # Without weights to gather, nothing has been communicated.
         temporary = {unit.index for unit in self._units if unit.temporary}
         strays = [[op for op in out_of_order(r, plan.requested) if op.unit_index in temporary] for r in recorded]
         if any(found != strays[0] for found in strays):
             first = next(op for found in strays for op in found)
             raise RuntimeError(ORDERS_DIFFER.format(self._units[first.unit_index].label))
-        return merge_recorded(recorded)
+        return merge_recorded(recorded), any(row[0] for row in rows)
 
     def next_forward_units(self) -> list[Unit]:
         """The units that the next forward will unshard, in order."""

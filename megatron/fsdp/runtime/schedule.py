@@ -312,7 +312,7 @@ class Schedule:
             return
         for unit in sorted(units, key=lambda each: each.index, reverse=True):
             self.before_backward(unit)
-            unit.aside = True
+            unit.aside = self.plans.unusual = True
 
     def after_backward(self, unit: Unit) -> None:
         """Handle complete gradients of the inputs of one call: this call's backward has ended."""
