@@ -39,13 +39,13 @@ BUDGETS = {
     "megatron/fsdp/optim": 875,
     "megatron/fsdp/quantized": 305,
     "megatron/fsdp/quantized/reference": 390,
-    "megatron/fsdp/runtime": 2_430,
+    "megatron/fsdp/runtime": 2_440,
     "megatron/fsdp/sharding": 710,
     "megatron/fsdp/state": 585,
     "megatron/fsdp/tools": 3_240,
     "megatron/fsdp/tools/predict": 1_460,
     "megatron_fsdp": 150,
-    "tests": 37_950,
+    "tests": 38_000,
 }
 
 # Phrases, as regular expressions, and the word that people of this field search for.
