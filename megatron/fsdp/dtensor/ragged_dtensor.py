@@ -311,7 +311,7 @@ def _dispatch(func: Any, args: tuple, kwargs: dict) -> Any:
     if not func._schema.is_mutable:
         return result
     # Autograd counts writes to a tensor, but not those to its ``.data`` or in a list, and not in the shard.
-    written = [args[i] if i < len(args) else kwargs.get(name) for i, name in _written(func)]
+    written = _targets(func, args, kwargs)
     tensors = [each for each in tree_flatten(written)[0] if isinstance(each, RaggedDTensor)]
     torch._C._increment_version([*tensors, *(each._local_tensor for each in tensors)])
     if result is None:
@@ -326,9 +326,15 @@ def _written(func: Any) -> list[tuple[int, str]]:
     return [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
 
 
+def _targets(func: Any, args: tuple, kwargs: dict) -> list[Any]:
+    """The arguments that an operation writes."""
+    return [args[i] if i < len(args) else kwargs.get(name) for i, name in _written(func)]
+
+
 def _run(func: Any, args: tuple, kwargs: dict) -> Any:
     name = func._schema.name
-    if not kwargs.keys().isdisjoint(name for _, name in _written(func)) and not _writes_shards(func, args, kwargs):
+    # Arguments that are written and given by name: out=.
+    if kwargs and any(n in kwargs for _, n in _written(func)) and not _writes_shards(func, args, kwargs):
         return _on_full(func, args, kwargs)
     handler = _HANDLERS.get(name)
     if handler is not None:
@@ -355,11 +361,11 @@ def _run(func: Any, args: tuple, kwargs: dict) -> Any:
 
 def _writes_shards(func: Any, args: tuple, kwargs: dict) -> bool:
     """Whether ``out=`` takes sharded tensors, into which an element-wise operation writes shards."""
-    given = [kwargs[name] for _, name in _written(func) if name in kwargs]
-    if not any(isinstance(each, RaggedDTensor) for each in given):
+    targets = _targets(func, args, kwargs)
+    if not any(isinstance(each, RaggedDTensor) for each in targets):
         return False
     lead = _leading(tree_flatten((args, kwargs))[0])
-    if not _is_elementwise(func) or not all(same_layout(each, lead) for each in given):
+    if not _is_elementwise(func) or not all(same_layout(each, lead) for each in targets):
         raise Unsupported(func)
     return True
 
@@ -425,7 +431,7 @@ def _elementwise(func: Any, args: tuple, kwargs: dict) -> Any:
     plain = [value for value in flat if isinstance(value, torch.Tensor) and not isinstance(value, DTensor)]
     in_place = func._schema.is_mutable
     # A plain tensor that is changed in place needs all elements, for instance an average of weights.
-    if in_place and not kwargs.keys() & {"out"} and not isinstance(args[0], DTensor):
+    if in_place and not isinstance(_targets(func, args, kwargs)[0], DTensor):
         return _on_full(func, args, kwargs)
     if not is_sharded(lead) and any(value.dim() > lead.dim() for value in plain):
         return _on_full(func, args, kwargs)

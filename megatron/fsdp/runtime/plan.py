@@ -57,7 +57,6 @@ class Plan:
         issued: How many operations of ``order`` have been issued.
         done: How many operations of ``requested`` the computation has passed.
         recorded: The operations that this rank's computation has requested in this pass, in order.
-        orders_differ: Ranks have run units in orders that cannot be merged.
     """
 
     def __init__(self, requested: list[Op], distance: int, direction: Direction = Direction.FORWARD) -> None:
@@ -68,7 +67,6 @@ class Plan:
         self.issued = 0
         self.done = 0
         self.recorded: list[Op] = []
-        self.orders_differ = False
 
     def restart(self) -> None:
         """Begin a pass."""
@@ -183,6 +181,7 @@ class Plans:
         backward: Plan of the backward.
         recording: The pass that runs is to be recorded.
         exchange: The argument.
+        orders_differ: Ranks have run units in orders that cannot be merged.
         unusual: The backward that is recorded has entered units at something else than their outputs.
     """
 
@@ -193,7 +192,7 @@ class Plans:
         self.forward = Plan([Op(OpKind.UNSHARD, unit.index) for unit in units], distance)
         self.backward = self._guessed_backward()
         self.recording = True
-        self.unusual = False
+        self.orders_differ = self.unusual = False
         self._attempts = 0
         self._known: dict[tuple[bool, ...], Plan] = {}
 
@@ -242,12 +241,12 @@ class Plans:
             return
         if forward == []:
             forward = self.forward.requested  # a second backward of the forward that was recorded
+        self.orders_differ = forward is None or backward is None
         if forward is None or backward is None:
             logger.warning(
                 "FSDP: ranks ran different units in the first iteration, in orders that cannot be merged. "
                 "Communication follows the order in which the modules are registered."
             )
-            self.forward.orders_differ = self.backward.orders_differ = True
         else:
             self._follow(forward, backward)
         self._known[self._trainable()] = self.backward

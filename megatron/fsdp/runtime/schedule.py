@@ -442,8 +442,7 @@ class Schedule:
 
     def _orders_may_differ(self) -> bool:
         """Whether a request that does not lie ahead may be one of this rank alone."""
-        plans = self.plans
-        return (plans.recording or plans.backward.orders_differ) and not self.in_callers_forward
+        return (self.plans.recording or self.plans.orders_differ) and not self.in_callers_forward
 
     def _reduce_late(self) -> None:
         """Reduce what ranks have reduced out of the plan's order, in one order. A collective."""
@@ -455,7 +454,7 @@ class Schedule:
         """Issue all operations of the plan up to ``op``, which the computation requests."""
         indices = plan.request(op)
         unit = self.units[op.unit_index]
-        if indices is None and plan.orders_differ and op.kind is not OpKind.REDUCE and unit.temporary:
+        if indices is None and self.plans.orders_differ and op.kind is not OpKind.REDUCE and unit.temporary:
             raise RuntimeError(ORDERS_DIFFER.format(unit.label))
         if indices is not None:
             self._issue_skipped(plan, indices[:-1])

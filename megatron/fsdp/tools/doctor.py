@@ -48,7 +48,7 @@ def main() -> int:
     script.prepare_megatron()
     with os.fdopen(os.dup(2), "w") as errors, _silent(not options.verbose):
         progress = Progress(errors)
-        from megatron.fsdp.tools.examine import examine
+        from megatron.fsdp.tools.examine import described, examine
         from megatron.fsdp.tools.predict.command import predict_command
 
         report = examine(
@@ -59,7 +59,7 @@ def main() -> int:
             try:
                 report.step = predict_command(options.script, options.arguments, report, options.step)
             except Exception as error:  # noqa: BLE001 - the rest of the report stands
-                report.step = f"{type(error).__name__}: {error}"
+                report.step = described(error, options.script)
             progress.end()
     print(report.as_json() if options.json else report.as_text())
     return report.exit_code

@@ -112,9 +112,7 @@ def examine(
 def _examine_rank(examination: _Examination, script: Path, arguments: Sequence[str], rank: int) -> None:
     """Run the script as one rank, and fill the report."""
     report = examination.report
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(report.world_size), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", "29500")
+    become_rank(rank, report.world_size)
     try:
         with _prepared(examination):
             examination.progress.start("running the script up to its arguments")
@@ -125,7 +123,14 @@ def _examine_rank(examination: _Examination, script: Path, arguments: Sequence[s
     except SystemExit as end:
         report.refusal = end.code if isinstance(end.code, str) else f"The script ended with exit code {end.code or 0}."
     except Exception as error:  # noqa: BLE001 - any error of the script belongs in the report
-        report.refusal = _described(error, script)
+        report.refusal = described(error, script)
+
+
+def become_rank(rank: int, world_size: int) -> None:
+    """Set the environment of a rank."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "29500")
 
 
 @contextmanager
@@ -181,7 +186,7 @@ def own_groups(new_group: Callable[..., Any]) -> Callable[..., Any]:
     return create
 
 
-def _described(error: Exception, script: Path) -> str:
+def described(error: Exception, script: Path) -> str:
     """An error of the script with its place: in the script, and where it was raised."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if frame.filename == str(script)]
@@ -234,8 +239,7 @@ def _examining(
         report.recipe = recipe_of(args)  # before it is switched off, since the model is built without a GPU
         report.muon = args.optimizer in MUON
         examination.fused = has_fused_attention(args)
-        args.async_save = False  # nothing is saved, and its library may be missing on this machine
-        args.use_gloo_process_groups = args.enable_gloo_process_groups = False
+        keep_to_itself(args)
         if examination.capacity is not None and cpu.is_enabled():
             _validate_as_on_gpu(validate_args, copy.deepcopy(args), *rest, **kwargs)
         args.fake_process_group = True
@@ -247,6 +251,12 @@ def _examining(
         return result
 
     return validate
+
+
+def keep_to_itself(args: Any) -> None:
+    """Change arguments so that one process can take the place of a rank."""
+    args.async_save = False  # nothing is saved, and its library may be missing on this machine
+    args.use_gloo_process_groups = args.enable_gloo_process_groups = False
 
 
 def has_fused_attention(args: Any) -> bool:

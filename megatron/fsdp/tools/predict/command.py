@@ -9,7 +9,6 @@ long as this one.
 import functools
 import importlib
 import itertools
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,12 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.fsdp.tools.examine import forget, has_fused_attention, own_groups, replaced
+from megatron.fsdp.tools.examine import become_rank, forget, has_fused_attention, keep_to_itself, own_groups, replaced
 from megatron.fsdp.tools.predict import Clock, moments
 from megatron.fsdp.tools.predict.ghosts import Cost
-from megatron.fsdp.tools.predict.machine import Cluster, Link
+from megatron.fsdp.tools.predict.machine import Cluster
 from megatron.fsdp.tools.predict.play import Simulation, in_program_order
-from megatron.fsdp.tools.predict.record import LabelledMemory, Mark, Message, Recorder
+from megatron.fsdp.tools.predict.record import LabelledMemory, Mark, Recorder
 from megatron.fsdp.tools.report import CommandStep, Report
 from megatron.fsdp.tools.script import run
 from megatron.fsdp.tools.trace.recorder import StepRecorder
@@ -108,7 +107,7 @@ class _Run:
         """Run the script up to the end of a few steps."""
         from megatron.fsdp.mcore.patches import install, uninstall
 
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+        become_rank(rank, world_size)
         modules = {
             name: importlib.import_module(f"megatron.{name}")
             for name in (
@@ -158,11 +157,11 @@ class _Run:
         @functools.wraps(validate)
         def validating(args: Any, *rest: Any, **kwargs: Any) -> Any:
             self._fused = has_fused_attention(args)
+            keep_to_itself(args)
             args.fake_process_group = True
-            args.async_save = args.use_gloo_process_groups = args.enable_gloo_process_groups = False
             args.init_model_with_meta_device = args.perform_initialization = False
             args.save = args.load = args.tensorboard_dir = args.rampup_batch_size = None
-            args.exit_signal_handler = args.use_nccl_ub = False
+            args.exit_signal_handler = args.nccl_ub = False
             result = validate(args, *rest, **kwargs)
             per_micro_batch = args.micro_batch_size * args.data_parallel_size
             self._micro_batches = max((args.global_batch_size or per_micro_batch) // per_micro_batch, 1)
@@ -306,7 +305,7 @@ class _Run:
 
     def _play(self) -> None:
         recorder, cluster = self._recorder, self._cluster
-        Simulation(cluster.device, functools.partial(_link, cluster), 1).play(recorder.program)
+        Simulation(cluster.device, lambda message: cluster.link(message.ranks, message.step), 1).play(recorder.program)
         found = [self._measured(*marks) for marks in self._marks[2:]]
         first = found[0]
         each = {n: (found[-1].get(n, 0.0) - first[n]) / self._stages if len(found) > 1 else 0.0 for n in first}
@@ -362,13 +361,6 @@ def _cost(flops: int, *tensors: torch.Tensor) -> Cost:
 def _norm(x: torch.Tensor, shape: Any, weight: Any = None, eps: float | None = None) -> torch.Tensor:
     """A norm in one operator, which keeps its input only."""
     return nn.functional.layer_norm(x, shape, weight, None, eps or 1e-6)
-
-
-def _link(cluster: Cluster, message: Message) -> Link:
-    if message.step * (message.ranks - 1) < cluster.per_host:
-        return Link("NVLink", cluster.inside, 2e-6)
-    near = max(cluster.per_host // message.step, 1)
-    return Link("network", min(cluster.inside, cluster.between * near), 5e-6, near)
 
 
 def _gather_as_neighbours(results: list[Any], value: Any, group: dist.ProcessGroup | None = None) -> None:

@@ -142,13 +142,17 @@ class Cluster:
     inside: float
     between: float
 
+    def link(self, ranks: int, step: int = 1) -> Link:
+        """The link of ``ranks`` ranks at a distance of ``step``."""
+        if step * (ranks - 1) < self.per_host:
+            return Link("NVLink", self.inside, 2e-6)
+        # The ranks in one host receive different parts, each through its own card, and pass them on.
+        near = max(self.per_host // step, 1)
+        return Link("network", min(self.inside, self.between * near), 5e-6, near)
+
     def links(self, ranks: Topology) -> tuple[Link, Link]:
         """The links of the inner and the outer axis."""
-        near = min(ranks.inner, self.per_host)
-        # The ranks of an axis in one host receive different parts, each through its own card, and pass them on.
-        crossing = Link("network", min(self.inside, self.between * near), 5e-6, near)
-        inner = Link("NVLink", self.inside, 2e-6) if ranks.inner <= self.per_host else crossing
-        return inner, crossing if near < self.per_host and ranks.inner > near else Link("network", self.between, 5e-6)
+        return self.link(ranks.inner), self.link(ranks.outer, ranks.inner)
 
 
 # Dense peaks of bf16 and fp32 (as TF32) per second, bytes per second of memory, NVLink and network card in one
