@@ -1,4 +1,4 @@
-"""The first backward requests no reduction of a block; then only one rank runs it."""
+"""The first backward is that of one block; then each rank runs another one."""
 
 from tests.fuzz.program import Program, step
 from tests.fuzz.runner import check
@@ -7,7 +7,8 @@ from tests.fuzz.settings import Setting
 PROGRAM = Program(
     Setting(),
     [
-        step("captured", index=1, after="nothing"),
+        step("part", index=0),
+        step("backward"),
         step("apart", orders=((0,), (1,))),
         step("backward"),
         step("optimize"),
