@@ -7,10 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 from megatron.fsdp import fsdp2
+from megatron.fsdp.dtensor import torch_patches
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron_fsdp import MegatronFSDP, fully_shard_model
 from tests.models import (
@@ -132,3 +134,22 @@ def _not_finite(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES[1:])
 def test_norm_that_is_not_finite_on_one_rank_is_so_on_all(ranks: RankPool, strategy: str) -> None:
     ranks.run(2, _not_finite, strategy)
+
+
+def _another_library() -> None:
+    """Rank 0 has sharded a model with this engine, rank 1 has not, and both clip a model of torch's FSDP2."""
+    model, reference = nn.Linear(3, 3).to(device()), nn.Linear(3, 3).to(device())
+    reference.load_state_dict(model.state_dict())
+    fully_shard(model).set_force_sum_reduction_for_comms(True)
+    for each in (model, reference):
+        each(torch.ones(1, 3, device=device())).sum().backward()
+    torch_patches.apply()
+    if dist.get_rank():
+        torch_patches.TORCH.uninstall()
+    found, expected = (clip_grad_norm_(each.parameters(), 0.5) for each in (model, reference))
+    torch.testing.assert_close(_value(found), expected.cpu())
+    torch_patches.apply()
+
+
+def test_clipping_of_fsdp2_needs_no_patch(ranks: RankPool) -> None:
+    ranks.run(2, _another_library)

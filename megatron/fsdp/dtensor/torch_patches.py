@@ -121,11 +121,14 @@ def total_norm(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """Compute the norm of DTensors and tensors that all ranks have, and count every element once. A collective."""
+    """Compute the norm of DTensors and tensors that all ranks have, and count every element once. A collective.
+
+    PyTorch handles tensors of which none belongs to this engine. A rank that has not sharded a model lacks the patch.
+    """
     tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     sharded = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
     is_partial = any(placement.is_partial() for tensor in sharded for placement in tensor._spec.placements)
-    if not sharded or is_partial or norm_type <= 0:
+    if not any(isinstance(tensor, RaggedDTensor) for tensor in sharded) or is_partial or norm_type <= 0:
         return original(tensors, norm_type, error_if_nonfinite, foreach)
     mesh, copies = spanning_mesh(tensors)
     held: dict[int, list[torch.Tensor]] = {}
