@@ -1,6 +1,7 @@
-"""NVIDIA's functional recipes: the doctor accepts them in full, and reduced ones train and resume on a CPU."""
+"""NVIDIA's functional recipes and the launch scripts: reduced ones train on a CPU. The doctor accepts full recipes."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 from scripts.real_loop import run
 from tests.functional_tests.recipes import load, page, reduced, refused
-from tests.launch import ROOT, python
+from tests.launch import ROOT, printed, python, start
 
 RECIPES = load()
 
@@ -62,3 +63,40 @@ def test_reduced_recipes_train_and_resume(name: str, tmp_path: Path) -> None:
     resumed, validation_resumed = train("--load", saved, "--ckpt-step", "2", "--save", str(tmp_path / "more"))
     assert len(whole) == 4 and all(norm > 0 for _, norm in whole)
     assert resumed == whole[2:] and validation_resumed == validation
+
+
+SCRIPTS = ("train_llama3_8b_fsdp_h100_fp8.sh", "llama3_70b.sbatch", "sbatch_mfsdp_deepseek_v3.sh")
+# Flags of the scripts that have other values here.
+SMALL = {
+    **{f"--{name}": 64 for name in ("hidden-size", "seq-length", "max-position-embeddings")},
+    **{f"--{name}": 16 for name in ("kv-channels", "kv-lora-rank", "qk-head-dim", "v-head-dim")},
+    **{f"--{name}": 32 for name in ("q-lora-rank", "moe-ffn-hidden-size", "moe-shared-expert-intermediate-size")},
+    **{f"--{name}": 2 for name in ("num-query-groups", "moe-router-topk", "moe-router-num-groups")},
+    **{f"--{name}": 1 for name in ("tensor-model-parallel-size", "moe-router-group-topk", "eval-iters")},
+    **{"--num-layers": 6, "--ffn-hidden-size": 128, "--num-attention-heads": 4, "--qk-pos-emb-head-dim": 8},
+    **{"--make-vocab-size-divisible-by": 128, "--vocab-size": 1023, "--global-batch-size": 4, "--num-workers": 0},
+    **{"--num-experts": 8, "--moe-layer-freq": "[0]*2+[1]*4", "--expert-model-parallel-size": 2, "--log-interval": 1},
+    **{"--train-iters": 3, "--lr-warmup-iters": 1},
+    **{"--train-samples": 12, "--lr-decay-samples": 12, "--lr-warmup-samples": 0, "--lr-warmup-init": 0},
+}
+OF_FSDP = (
+    r"--(use-megatron-fsdp|use-nccl-ub|init-model-with-meta-device|fsdp-\S+"
+    r"|(data-parallel-sharding-strategy|ckpt-format|megatron-fsdp-\S+) \S+) "
+)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Megatron runs on CUDA here")
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_reduced_launch_scripts_train_as_with_ddp(name: str, tmp_path: Path) -> None:
+    script = ["bash", ROOT / "examples" / "megatron_fsdp" / name]
+    words = printed(start(script, folder=tmp_path, DRY_RUN="1", SLURM_SUBMIT_DIR=str(ROOT))).split("\n")[2:-1]
+    small = [word for flag, value in SMALL.items() if flag in words for word in (flag, str(value))]
+
+    def train(words: list[str], folder: Path) -> list[float]:
+        paths = [f"--{name}={folder}" for name in ("save", "load", "tensorboard-dir", "data-cache-path")]
+        return [step.loss for step in run([*words, *small, *paths], ranks=2, timeout=280).iterations]
+
+    losses = train(words, tmp_path / "fsdp")
+    without = re.sub(OF_FSDP, "", " ".join(words)).split()
+    assert len(losses) == 3 and losses == pytest.approx(train(without, tmp_path / "ddp"), rel=2e-3)

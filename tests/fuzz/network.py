@@ -20,6 +20,7 @@ class Features(NamedTuple):
     dropout: bool = False
     batchnorm: bool = False
     returns: str = "tensor"  # "object": blocks return an object of a class of their own
+    embedded: bool = False  # a unit sees the batch before each block, as the embedding of later tokens does
 
 
 CHOICES: dict[str, tuple[Any, ...]] = {
@@ -30,6 +31,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "dropout": (False, False, True),
     "batchnorm": (False, False, True),
     "returns": ("tensor", "tensor", "object"),
+    "embedded": (False, False, True),
 }
 
 
@@ -96,6 +98,10 @@ class Block(nn.Module):
         return Result(result) if self.features.returns == "object" else result
 
 
+class Embedding(Linear):
+    """A unit whose inputs need no gradients."""
+
+
 class Net(nn.Module):
     """``order`` says which blocks run, and how many times."""
 
@@ -105,6 +111,7 @@ class Net(nn.Module):
         self.inp = Linear(WIDTH, WIDTH)
         self.odd = Odd() if features.odd == "root" else nn.Identity()
         self.batchnorm = nn.BatchNorm1d(WIDTH) if features.batchnorm else nn.Identity()
+        self.embedding = Embedding(WIDTH, WIDTH) if features.embedded else None
         self.blocks = nn.ModuleList(Block(features) for _ in range(2))
         self.head = Linear(WIDTH, WIDTH)
         if features.tied == "root":
@@ -113,9 +120,10 @@ class Net(nn.Module):
             self.blocks[1].up.weight = self.blocks[0].up.weight
 
     def forward(self, x: torch.Tensor, order: tuple[int, ...] = (0, 1)) -> torch.Tensor:
-        x = self.batchnorm(self.odd(self.inp(x)))
+        batch, x = x, self.batchnorm(self.odd(self.inp(x)))
         for index in order:
             block = self.blocks[index]
+            x = x if self.embedding is None else x + self.embedding(batch)
             if self.features.checkpoint == "around":
                 x = value_of(checkpoint(block, x, use_reentrant=self.features.reentrant))
             else:

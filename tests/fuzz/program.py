@@ -23,14 +23,12 @@ from megatron.fsdp.dtensor.torch_patches import TORCH
 from .network import CHOICES as FEATURES
 from .network import Features
 from .settings import CHOICES, TOLERANCES, Meshes, Setting, meshes
-from .sides import Shard, Sharded, Side, full
+from .sides import RaisedElsewhere, Shard, Sharded, Side, full
 from .steps import KINDS
 
 SECONDS = 12
 # torch's error of a checkpoint is no Exception.
 FAILURES = (Exception, CheckpointException)
-# The one error of plain torch that a sharded program must not answer: its weights would be others.
-_WRITTEN = "modified by an inplace operation"
 
 
 class Step(NamedTuple):
@@ -156,14 +154,16 @@ def _run(program: Program, place: Meshes, torchs: bool) -> Verdict:
     raised: Verdict | None = None
     # Sharded models of earlier programs leave patches of torch in the process, which answer where plain torch raises.
     TORCH.uninstall()
+    side: Side = Side(program.setting, place, choices)
     try:
-        side: Side = Side(program.setting, place, choices)
         for one in program.steps:
             wanted.append(_do(side, one))
+            side.agree()
         wanted.append(side.observe())
+        side.agree()
     except FAILURES as error:  # the program is not valid in plain torch
-        raised = Verdict("plain", len(wanted), *_described(error))
-        if _WRITTEN not in raised.what:
+        raised = Verdict("plain", min(len(wanted), len(program.steps)), *_described(error))
+        if isinstance(error, RaisedElsewhere) or not side.agree(error):
             return raised
         wanted.append(None)
     at, tolerance, first = 0, _tolerance(program), Verdict("right")

@@ -169,8 +169,9 @@ def check(program: Program) -> None:
     """
     runner = Runner()
     try:
-        verdict = runner.results([program])[0].verdict
+        result = runner.results([program])[0]
     finally:
         runner.pool.close()
-    print(verdict.kind, verdict.trace)
+    verdict = result.verdict
+    print(verdict.kind, *(f"refused: {kind}: {message}" for kind, message in result.refused), verdict.trace)
     assert verdict.kind == "right", f"step {verdict.at + 1}: {verdict.what}"

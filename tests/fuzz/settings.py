@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from .network import Block, Features, Net
+from .network import Block, Embedding, Features, Net
 
 # Of batches. "bf16" casts fp32 weights to compute; "main" has bf16 ones, and fp32 main weights.
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "main": torch.bfloat16}
@@ -160,7 +160,8 @@ def shard(net: Net, setting: Setting, place: Meshes, torchs: bool) -> tuple[Any,
         arguments["outer_dp_sharding_strategy"] = setting.outer
     if setting.mesh != "flat":
         arguments |= {"dp_outer_dim": "copies"} if setting.mesh == "hsdp" else {"tp_dim": "tp"}
-    units: Any = {"none": None, "whole": []}.get(setting.units, [Block])
+    classes: list[type[nn.Module]] = [Block, *([Embedding] if setting.features.embedded else [])]
+    units: Any = {"none": None, "whole": []}.get(setting.units, classes)
     compute = torch.bfloat16 if setting.precision == "bf16" else None
     main = torch.float32 if setting.precision == "main" else None
     arguments["reshard_after_forward"] = 2 if setting.within else None
@@ -202,6 +203,7 @@ def _mark(net: Net, setting: Setting, place: Meshes, torchs: bool) -> None:
     if setting.offload:
         arguments["offload_policy"] = api.CPUOffloadPolicy(pin_memory=False)
     fine = [m for m in net.blocks.modules() if setting.units == "fine" and any(True for _ in m.parameters(False))]
-    for module in [*fine, *(net.blocks if setting.units != "whole" else [])]:
+    embedding = [] if net.embedding is None else [net.embedding]
+    for module in [*fine, *([*embedding, *net.blocks] if setting.units != "whole" else [])]:
         api.fully_shard(module, **arguments)
     api.fully_shard(net, **arguments)

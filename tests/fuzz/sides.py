@@ -14,6 +14,13 @@ from . import settings
 from .network import WIDTH, Net
 from .settings import DTYPES, Meshes, Setting
 
+# The one error of plain torch that a sharded program must not answer: its weights would be others.
+WRITTEN = "modified by an inplace operation"
+
+
+class RaisedElsewhere(RuntimeError):
+    """The program is not valid in plain torch on another rank."""
+
 
 def full(tensor: Any) -> torch.Tensor:
     """The full tensor of a DTensor; another tensor as it is."""
@@ -88,6 +95,7 @@ class Side:
         """A folder for a checkpoint, the same on all ranks."""
         if not self.folders:
             self.folders.append(tempfile.TemporaryDirectory(prefix="fuzz-"))
+        self.agree()
         names = [self.folders[0].name]
         dist.broadcast_object_list(names)
         return names[0]
@@ -144,9 +152,25 @@ class Side:
         if not self.accumulating and self.setting.sync_each:
             self.synchronized()
 
+    def agree(self, error: BaseException | None = None) -> bool:
+        """Tell the other ranks whether plain torch raises here. All ranks come to this at the same places.
+
+        Returns:
+            Whether every rank raises that a tensor was written in place.
+
+        Raises:
+            RaisedElsewhere: Only another rank raises.
+        """
+        counts = torch.tensor([error is not None, WRITTEN in str(error)], dtype=torch.int32)
+        dist.all_reduce(counts)
+        if counts[0] and error is None:
+            raise RaisedElsewhere("plain torch raises on another rank")
+        return bool(counts[1] == dist.get_world_size())
+
     def synchronized(self) -> None:
         """The program has come to where gradients are the same on all ranks."""
         if self.pending:
+            self.agree()
             self.average()
         self.pending = False
 
@@ -216,6 +240,9 @@ class Sharded(Side):
 
     def decide(self, value: Callable[[], bool]) -> bool:
         return self.choices.pop(0)
+
+    def agree(self, error: BaseException | None = None) -> bool:
+        return False
 
     def seen(self, tensor: torch.Tensor) -> Any:
         """This rank's part of a sharded tensor: gathering every tensor takes most of a program's time."""

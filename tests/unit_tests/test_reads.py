@@ -281,6 +281,18 @@ def test_norms_can_be_printed(ranks: RankPool) -> None:
     ranks.run(2, _norms)
 
 
+def _transformed() -> None:
+    model, _ = fully_shard(*_linear())
+    weight = next(iter(model.parameters()))
+    with pytest.raises(NotImplementedError, match=r"pass parameter\.full_tensor\(\) instead"):
+        torch.vmap(torch.sum)(weight)
+    torch.testing.assert_close(torch.vmap(torch.sum)(weight.full_tensor()), _full(weight).sum(1))
+
+
+def test_torch_func_of_a_parameter_names_full_tensor(ranks: RankPool) -> None:
+    ranks.run(2, _transformed)
+
+
 def _early_read() -> None:
     model = TinyModel().to(device())
     loss = model.head.weight.pow(2).sum()

@@ -353,7 +353,7 @@ def _run(func: Any, args: tuple, kwargs: dict) -> Any:
         raise Unsupported(func)
     require_no_graph(func, flat)
     if len({each.device_mesh for each in tensors if isinstance(each, DTensor)}) > 1:
-        raise NeedsFullTensor(f"{func} with tensors of several meshes")
+        raise NeedsFullTensor(str(func))
     # torch has rules for tensors that are sharded evenly over a tensor-parallel axis only.
     args, kwargs = tree_unflatten([_as_plain(value) for value in flat], tree)
     return tree_map(_as_ragged, func(*args, **kwargs))

@@ -88,7 +88,16 @@ def _extreme(dtype: torch.dtype, largest: bool) -> float | int | bool:
 
 
 class NeedsFullTensor(NotImplementedError):
-    """A step of a read for which shards are not enough: ranks may give other operands, or its derivative needs all."""
+    """A step of a read for which shards are not enough: ranks may give other operands, or its derivative needs all.
+
+    :func:`call` catches it. Users see it only where torch calls operations by another way, as torch.func does.
+    """
+
+    def __init__(self, operation: str) -> None:
+        super().__init__(
+            f"{operation} of sharded parameters inside torch.func (vmap, grad, jacrev), which cannot gather them: pass "
+            "parameter.full_tensor() instead of the parameter."
+        )
 
 
 def in_graph(values: Sequence[Any]) -> bool:
@@ -99,7 +108,7 @@ def in_graph(values: Sequence[Any]) -> bool:
 def require_no_graph(func: Any, values: Sequence[Any]) -> None:
     """Raise NeedsFullTensor if autograd records an operation of these arguments: see :func:`call`."""
     if in_graph(values):
-        raise NeedsFullTensor(f"{func} in a loss")
+        raise NeedsFullTensor(str(func))
 
 
 def call(func: Callable[..., Any], args: tuple, kwargs: dict) -> Any:

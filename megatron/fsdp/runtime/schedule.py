@@ -269,7 +269,8 @@ class Schedule:
         if unit.state is not WeightState.FORWARD:
             return False
         grad = torch.is_grad_enabled()
-        if grad and unit.keeps_weights:
+        # Ranks that skip the unit keep it, too, and cannot know that it is checkpointed and has no graph yet.
+        if unit.keeps_weights and (self._keeps if not self.passes.in_backward else grad):
             unit.to(WeightState.UNSHARDED)
         elif grad and (self.passes.in_backward or self._is_last(unit)):
             # Backward begins with the last unit of forward: keep it instead of unsharding it again.
@@ -465,8 +466,13 @@ class Schedule:
         for index in indices:
             self._issue_until(plan, index)
             unit = self.units[plan.requested[index].unit_index]
-            if plan.requested[index].kind is not OpKind.REDUCE and unit.state is WeightState.UNSHARDING:
-                unit.let_go(plan.direction, keep=plan is self.plans.forward and self._keeps)
+            if plan.requested[index].kind is OpKind.REDUCE or unit.state is not WeightState.UNSHARDING:
+                continue
+            in_forward = plan is self.plans.forward and self._keeps
+            if in_forward and unit.keeps_weights:
+                unit.to(WeightState.UNSHARDED)  # as on the ranks that run it: all unshard it again, or none
+            else:
+                unit.let_go(plan.direction, keep=in_forward)
 
     def _issue_until(self, plan: Plan, index: int) -> None:
         """Issue operations in the order of the plan, up to the one at ``index`` in ``plan.requested``."""

@@ -69,6 +69,7 @@ class Unit:
         is_directional: Forward and backward read different planes of quantized weights.
         calls: Number of forward calls of the latest pass whose inputs are watched for the end of their backward.
         calls_done: Number of these calls whose backward has ended.
+        unwatched: A call of this forward had no inputs that need gradients.
         took_part: Whether the gradient of an output has arrived in this backward.
         reduced: Whether the reduction of this backward's gradients has been issued.
         aside: This backward enters the unit at something else than its outputs, and may leave it at any time.
@@ -92,6 +93,7 @@ class Unit:
         self._slot = slot
         self.calls = 0
         self.calls_done = 0
+        self.unwatched = False
         self.took_part = False
         self.reduced = False
         self.aside = False
@@ -217,7 +219,10 @@ class Unit:
         Raises:
             RuntimeError: The weights are in use.
         """
-        if self._state in (WeightState.UNSHARDING, WeightState.UNSHARDED):
+        # Nothing tells the end of a call whose inputs need no gradients, as of an embedding that a later layer uses again.
+        # Autograd runs the nodes of a later call first: once another unit's backward begins, that of the call is done.
+        has_ended = self._state is WeightState.BACKWARD and self.unwatched
+        if has_ended or self._state in (WeightState.UNSHARDING, WeightState.UNSHARDED):
             self.reshard()
         elif self._state is not WeightState.SHARDED:
             raise RuntimeError(
@@ -362,6 +367,7 @@ class Unit:
     def new_pass(self) -> None:
         """Reset the counters at the start of the model's forward."""
         self.calls = self.calls_done = 0
+        self.unwatched = False
 
     def new_backward(self) -> None:
         """Reset the counters at the start of a backward."""
@@ -422,6 +428,8 @@ class Unit:
         watched, self._end = watch_inputs(self, args, kwargs)
         if watched is not None:
             self.calls += 1
+        else:
+            self.unwatched = True
         return watched
 
     def post_forward(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:

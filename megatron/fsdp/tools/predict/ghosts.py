@@ -214,6 +214,9 @@ class Ghosts(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _ghost(self, func: Any, packet: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if packet is aten.masked_select:
+            # Masks are computed, and say how many elements there are.
+            return args[0].new_empty(int(args[1].expand(torch.broadcast_shapes(*(t.shape for t in args))).sum()))
         key: Any = (func, _key(args), _key(tuple(kwargs.items())))
         try:
             result = self._results.get(key)
@@ -260,7 +263,10 @@ def _communicated(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """The results of a collective. The fake backend copies tensors, which would give them pages: it gets empty ones."""
     if sum(leaf.numel() for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)) <= SMALL:
         return func(*args, **kwargs)
-    result = func(*tree_map_only(torch.Tensor, lambda tensor: tensor.new_empty(0), args), **kwargs)
+    empty = tree_map_only(torch.Tensor, lambda tensor: tensor.new_empty(0), args)
+    # Nor do they have parts of the sizes that an all-to-all is given.
+    empty = tuple([] if isinstance(a, list) and all(isinstance(n, int) for n in a) else a for a in empty)
+    result = func(*empty, **kwargs)
     return (args[0], *result[1:]) if isinstance(result, tuple) else result
 
 
