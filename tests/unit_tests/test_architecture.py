@@ -28,7 +28,7 @@ BUDGETS = {
     "megatron/fsdp/checkpoint": 2_325,
     "megatron/fsdp/comm": 1_045,
     "megatron/fsdp/convert": 3_960,
-    "megatron/fsdp/dtensor": 1_060,
+    "megatron/fsdp/dtensor": 1_065,
     "megatron/fsdp/fsdp2": 635,
     "megatron/fsdp/helpers": 340,
     "megatron/fsdp/init": 385,
@@ -39,13 +39,13 @@ BUDGETS = {
     "megatron/fsdp/optim": 875,
     "megatron/fsdp/quantized": 305,
     "megatron/fsdp/quantized/reference": 390,
-    "megatron/fsdp/runtime": 2_440,
+    "megatron/fsdp/runtime": 2_450,
     "megatron/fsdp/sharding": 710,
     "megatron/fsdp/state": 585,
     "megatron/fsdp/tools": 3_240,
     "megatron/fsdp/tools/predict": 1_460,
     "megatron_fsdp": 150,
-    "tests": 38_000,
+    "tests": 38_100,
 }
 
 # Phrases, as regular expressions, and the word that people of this field search for.
