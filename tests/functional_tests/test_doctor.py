@@ -81,6 +81,20 @@ def test_a_step_of_a_command_line() -> None:
     assert less["peak"]["activations"] < found["peak"]["activations"] / 2 and less["seconds"] > found["seconds"]
 
 
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+def test_a_step_with_experts(dispatcher: str) -> None:
+    """Each expert has as many tokens as every other one, and work grows with the experts of a token."""
+    experts = f"--num-experts 8 --expert-model-parallel-size 4 --moe-token-dispatcher-type {dispatcher}".split()
+    few, many = (
+        doctor("--step", "h100", *WORDS, "--bf16", *experts, "--disable-bias-linear", "--moe-router-topk", chosen)[
+            "step"
+        ]
+        for chosen in "24"
+    )
+    assert few["seconds"] < many["seconds"] and 0 < few["mfu"] < 1
+    assert few["peak"]["activations"] < many["peak"]["activations"]
+
+
 # Many command lines, one process -----------------------------------------------------------------------------------
 
 FILES = {
