@@ -469,8 +469,13 @@ class Schedule:
             if plan.requested[index].kind is OpKind.REDUCE or unit.state is not WeightState.UNSHARDING:
                 continue
             in_forward = plan is self.plans.forward and self._keeps
+            # The backward of a unit that ran here comes later than on other ranks. Without another unshard in the plan,
+            # it must stay unsharded until then.
+            later = not self.plans.recording and plan is self.plans.backward and unit.ran
             if in_forward and unit.keeps_weights:
                 unit.to(WeightState.UNSHARDED)  # as on the ranks that run it: all unshard it again, or none
+            elif later and plan.requested[index] not in plan.requested[index + 1 :]:
+                unit.to(WeightState.UNSHARDED)
             else:
                 unit.let_go(plan.direction, keep=in_forward)
 

@@ -130,6 +130,11 @@ class Unit:
         return self.temporary and not self.is_root and not self.keeps_weights
 
     @property
+    def ran(self) -> bool:
+        """Whether this rank has run the unit in a forward, and not yet in its backward."""
+        return (self.calls > 0 or self.unwatched) and not self.took_part
+
+    @property
     def label(self) -> str:
         """Name for messages."""
         return self.name or "<root>"

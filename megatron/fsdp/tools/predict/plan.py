@@ -203,9 +203,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--main-dtype", choices=program.DTYPES, default="fp32", help="of the main weights (or fp32)")
     parser.add_argument("--grad-dtype", choices=program.DTYPES, help="of summed and reduced gradients")
     shape = ("SEQUENCES", "LENGTH")
-    parser.add_argument(
-        "--tokens", type=int, nargs=2, default=[2, 16], metavar=shape, help="of a batch (or 2 16)"
-    )
+    parser.add_argument("--tokens", type=int, nargs=2, default=[2, 16], metavar=shape, help="of a batch (or 2 16)")
     parser.add_argument("--micro-batches", type=int, default=1, help="per step (or 1)")
     parser.add_argument("--strategy", choices=[*INNER, "0", "1", "2", "3"], help="the one that --audit compares")
     parser.add_argument("--calibrate", type=Path, metavar="FILE", help="measure this machine, and write the result")
