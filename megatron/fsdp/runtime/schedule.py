@@ -469,12 +469,10 @@ class Schedule:
             if plan.requested[index].kind is OpKind.REDUCE or unit.state is not WeightState.UNSHARDING:
                 continue
             in_forward = plan is self.plans.forward and self._keeps
-            # The backward of a unit that ran here comes later than on other ranks. Without another unshard in the plan,
-            # it must stay unsharded until then.
-            later = not self.plans.recording and plan is self.plans.backward and unit.ran
-            if in_forward and unit.keeps_weights:
-                unit.to(WeightState.UNSHARDED)  # as on the ranks that run it: all unshard it again, or none
-            elif later and plan.requested[index] not in plan.requested[index + 1 :]:
+            again = plan.requested[index] in plan.requested[index + 1 :]
+            later = plan is self.plans.backward and unit.ran and not again and not self.plans.recording
+            # It stays unsharded as on the ranks that run it now, or until its backward comes later than on these.
+            if later or (in_forward and unit.keeps_weights):
                 unit.to(WeightState.UNSHARDED)
             else:
                 unit.let_go(plan.direction, keep=in_forward)

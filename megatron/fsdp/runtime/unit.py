@@ -224,8 +224,8 @@ class Unit:
         Raises:
             RuntimeError: The weights are in use.
         """
-        # Nothing tells the end of a call whose inputs need no gradients, as of an embedding that a later layer uses again.
-        # Autograd runs the nodes of a later call first: once another unit's backward begins, that of the call is done.
+        # Nothing tells when the backward of a call ends whose inputs need no gradients, as that of an embedding that is
+        # used again. Autograd runs the nodes of later calls first: once another unit's backward begins, it has ended.
         has_ended = self._state is WeightState.BACKWARD and self.unwatched
         if has_ended or self._state in (WeightState.UNSHARDING, WeightState.UNSHARDED):
             self.reshard()
