@@ -1,4 +1,4 @@
-"""The plan unshards an embedding before the first block. A rank without the second block reads it after the first one."""
+"""The plan unshards an embedding before the first block. A rank without the second block reads it afterwards."""
 
 from tests.fuzz.network import Features
 from tests.fuzz.program import Program, step
