@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 from megatron.fsdp.buffers.pool import Buffer, FixedPool
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy
@@ -79,3 +80,35 @@ def test_scratch_is_reused_and_the_two_sides_have_their_own() -> None:
     pool.give_back(torch.zeros(3))  # not the pool's
     assert pool.scratch(100, fp32, cpu, False).data_ptr() == first.data_ptr()
     assert len(pool.buffers()) == 2
+
+
+class _Layer(nn.Linear):
+    pass
+
+
+class _Embedding(nn.Module):
+    """A unit whose inputs need no gradients; it keeps an activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh())
+        self.seen: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(self.layers(x))
+        return self.seen[-1] * 2
+
+
+def _entered_inside() -> None:
+    embedding, first, last = _Embedding(), _Layer(4, 4), _Layer(4, 4)
+    model = nn.ModuleDict({"embedding": embedding, "first": first, "last": last}).to(device())
+    x = torch.ones(2, 4, device=device())
+    model.forward = lambda: last(first(embedding(x).detach())).sum()  # type: ignore[method-assign]
+    sharded = MegatronFSDP(model, config=_double(), fsdp_unit_modules=[_Embedding, _Layer])
+    sharded().backward()
+    with pytest.raises(RuntimeError, match="embedding and .* share a buffer"):
+        (sharded() + embedding.seen[-1].sum()).backward()
+
+
+def test_a_unit_that_backward_enters_inside_keeps_its_buffer(ranks: RankPool) -> None:
+    ranks.run(1, _entered_inside)

@@ -469,8 +469,8 @@ class Schedule:
             if plan.requested[index].kind is OpKind.REDUCE or unit.state is not WeightState.UNSHARDING:
                 continue
             in_forward = plan is self.plans.forward and self._keeps
-            again = plan.requested[index] in plan.requested[index + 1 :]
-            later = plan is self.plans.backward and unit.ran and not again and not self.plans.recording
+            later = plan is self.plans.backward and unit.ran and not self.plans.recording
+            later = later and plan.requested[index] not in plan.requested[index + 1 :]
             # It stays unsharded as on the ranks that run it now, or until its backward comes later than on these.
             if later or (in_forward and unit.keeps_weights):
                 unit.to(WeightState.UNSHARDED)

@@ -226,7 +226,7 @@ class Unit:
         """
         # Nothing tells when the backward of a call ends whose inputs need no gradients, as that of an embedding that is
         # used again. Autograd runs the nodes of later calls first: once another unit's backward begins, it has ended.
-        has_ended = self._state is WeightState.BACKWARD and self.unwatched
+        has_ended = self._state is WeightState.BACKWARD and self.unwatched and not (self.calls or self.aside)
         if has_ended or self._state in (WeightState.UNSHARDING, WeightState.UNSHARDED):
             self.reshard()
         elif self._state is not WeightState.SHARDED:
