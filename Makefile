@@ -127,7 +127,7 @@ docs-serve: install ## serve the documentation on port 8000, and build it again 
 
 gpu-test: ## run the unit tests on CUDA, 9 minutes of them at a time: one rank over NCCL, several over gloo (GPU_PYTHON=python3)
 	FSDP_TEST_DEVICE=$(GPU_TEST_DEVICE) PYTHONPATH=$(CURDIR) $(GPU_PYTHON) -m pytest -p tests.gpu.resume --finished gpu_checks/tests.finished \
-		--session-timeout 500 -n 8 -m "not slow" $(PYTEST_FLAGS) $(GPU_TESTS)
+		--seconds 500 -n 8 -m "not slow" $(PYTEST_FLAGS) $(GPU_TESTS)
 
 gpu-checks: ## run the scripts of tests/gpu, 9 minutes at a time: a verdict each, details in gpu_checks/ (GPU_CHECKS_FLAGS="--only memory")
 	PYTHONPATH=$(CURDIR) $(GPU_PYTHON) -m tests.gpu --out gpu_checks $(GPU_CHECKS_FLAGS)

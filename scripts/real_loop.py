@@ -171,6 +171,8 @@ def _rank(arguments: list[str], rank: int, ranks: int, port: int, folder: str, e
         **environment,
     )
     sys.path.insert(0, str(ROOT))
+    # As in a script: Megatron gives the processes of its data loader a local function, which cannot be pickled.
+    multiprocessing.set_start_method("fork", force=True)
     sys.argv = ["pretrain_gpt.py", *arguments]
     torch.set_num_threads(1)
     import pretrain_gpt

@@ -114,6 +114,9 @@ class Communicator:
         self._recorder = recorder
         self._group = group
 
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        return True
+
     def register_mem_pool(self, pool: Pool, symm: bool = False) -> None:
         name = self._check(pool)
         assert name in self._recorder.communicators, f"{name} has no communicator yet"

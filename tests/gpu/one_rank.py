@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.fsdp.optim.hooks import ELEMENTS_AT_ONCE
 from megatron_fsdp import MegatronFSDP, fully_shard
 from tests.gpu.verdict import Setup, Skipped, Verdict, judge
 from tests.models import FP32_GRADS, STRATEGIES, Block, TinyModel, adamw, batches, device, loss_of
@@ -98,7 +99,9 @@ def memory(setup: Setup) -> Verdict:
 def peak_of_zero3(model: MegatronFSDP) -> int:
     """Bytes that a step adds to what is there between steps, without activations: bf16 weights, fp32 gradients."""
     root, *units = [sum(group.layout.numel for group in unit.groups) for unit in model.engine.units]
-    return 4 * (root + sum(units)) + (2 + 4) * root + 2 * 2 * max(units) + 4 * max(units)
+    backward = (2 + 4) * root + 2 * 2 * max(units) + 4 * max(units)
+    update = 4 * min(root + sum(units), ELEMENTS_AT_ONCE + max(units))  # of an optimizer with foreach
+    return 4 * (root + sum(units)) + max(backward, update)
 
 
 def _peak_of(setup: Setup, step: Step, late: int) -> dict[str, int]:

@@ -1,5 +1,6 @@
 """Several ranks that share one GPU: over gloo, and over NCCL if it agrees to take them for separate hosts."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -59,28 +60,25 @@ def over_nccl(setup: Setup) -> Verdict:
     if found.outcome != "passed":
         raise Skipped(found.line)
     backend = "nccl" if setup.on_cuda else "gloo"
+    names = [name for name in VARIANTS if setup.on_cuda or name not in NEEDS_NCCL]
     problems, done = [], 0
-    for ranks in (2,) if setup.dry_run else (2, 4):
-        for name in VARIANTS:
-            if name in NEEDS_NCCL and not setup.on_cuda:
-                continue
+    with _pool(backend, setup.seconds / 4) as over_nccl, _pool("gloo", setup.seconds / 4) as over_gloo:
+        for ranks, name in itertools.product((2,) if setup.dry_run else (2, 4), names):
             try:
-                _compare(ranks, name, backend, setup.seconds / 4)
+                _compare(ranks, name, over_nccl, over_gloo)
             except (AssertionError, RankFailure) as error:
                 problems.append(f"{ranks} ranks, {name}: {str(error)[-1000:]}")
             done += 1
+            print(f"{ranks} ranks, {name}: {len(problems)} problems so far", flush=True)
     return judge(problems, f"{done} cases train as over gloo", {"cases": done})
 
 
-def _compare(ranks: int, name: str, backend: str, seconds: float) -> None:
-    weights = []
-    for each in (backend, "gloo"):
-        # Over gloo, the options of NCCL change nothing that they should change over NCCL.
-        variant = name if each == backend else PLAIN.get(name, name)
-        with _pool(each, seconds) as pool:
-            weights.append(pool.run(ranks, _trained, variant)[0])
+def _compare(ranks: int, name: str, over_nccl: RankPool, over_gloo: RankPool) -> None:
+    found = over_nccl.run(ranks, _trained, name)[0]
+    # Over gloo, the options of NCCL change nothing that they should change over NCCL.
+    expected = over_gloo.run(ranks, _trained, PLAIN.get(name, name))[0]
     bound = 0.0 if ranks == 2 else 1e-5
-    torch.testing.assert_close(weights[0], weights[1], rtol=bound, atol=bound)
+    torch.testing.assert_close(found, expected, rtol=bound, atol=bound)
 
 
 def _trained(variant: str) -> dict[str, torch.Tensor]:

@@ -29,7 +29,13 @@ def _pytest(setup: Setup, name: str, files: list[str], options: list[str]) -> Ve
     report.unlink(missing_ok=True)
     limit = setup.seconds - SECONDS_TO_REPORT
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-v", f"--junitxml={report}"]
-    command += [f"--session-timeout={limit}", *options, *(f"tests/unit_tests/{file}" for file in files)]
+    command += [
+        "-p",
+        "tests.gpu.resume",
+        f"--seconds={limit}",
+        *options,
+        *(f"tests/unit_tests/{file}" for file in files),
+    ]
     code = subprocess.run(command).returncode
     counts, problems = read_report(report)
     if not counts["passed"]:

@@ -247,19 +247,23 @@ def test_memory_of_quantized_weights(measured: dict[tuple, dict[str, int]], case
     assert found["peak"] <= bound
 
 
-def measure_optimizer_step(hooked: bool) -> dict[str, int]:
+def measure_optimizer_step(hooked: bool, at_once: int = 0) -> dict[str, int]:
     """The most that an optimizer's step holds besides what it holds afterwards, and the elements of units.
 
     Args:
         hooked: With a pre-hook of the user, which has to see all parameters.
+        at_once: As on a GPU, with this many elements in a part.
     """
     import torch
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    from megatron.fsdp.optim import hooks
     from megatron_fsdp import fully_shard
     from tests.models import Block, loss_of
 
+    if at_once:
+        hooks.is_on_host, hooks.ELEMENTS_AT_ONCE = (lambda device: False), at_once
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     counter = TensorBytes()
     model = _model("fp32")
@@ -287,3 +291,12 @@ def test_optimizer_updates_one_unit_at_a_time(tmp_path_factory: pytest.TempPathF
     found = call_counted(library, "tests.unit_tests.test_memory:measure_optimizer_step", hooked)
     # A foreach update of all units at once takes four bytes per element of the model.
     assert found["temporary"] <= 4.1 * found["unit"] < 4 * found["whole"] * 0.9
+
+
+def test_optimizer_updates_some_units_at_a_time_on_a_gpu(tmp_path_factory: pytest.TempPathFactory) -> None:
+    library = build(tmp_path_factory.mktemp("tensor_bytes"))
+    small, large = (
+        call_counted(library, "tests.unit_tests.test_memory:measure_optimizer_step", False, at_once)
+        for at_once in (1, 2**40)
+    )
+    assert small["temporary"] <= 4.1 * small["unit"] < 3.9 * large["whole"] <= large["temporary"]

@@ -51,9 +51,13 @@ def test_torch_must_not_register_everything_besides(groups: list[Any], monkeypat
 
 class Backend:
     mem_allocator = "the allocator"
+    has_multicast = True
 
     def __init__(self, calls: list[str], number: int) -> None:
         self.calls, self.number = calls, number
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        return self.has_multicast
 
     def register_mem_pool(self, pool: str, **options: Any) -> None:
         self.calls.append(f"register with {self.number} {options}")
@@ -104,6 +108,15 @@ def test_everything_is_done_on_the_models_device(calls: list[str], symmetric: bo
     assert calls == end
     registered_memory.deregister_all()
     assert calls == end
+
+
+def test_without_multicast_memory_of_torchs_allocator_is_registered(
+    calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Backend, "has_multicast", False)
+    memory = NcclMemory([], torch.device("cuda", 1))
+    memory.allocate(lambda: None)
+    assert "pool of None" in calls and not memory.has_multicast
 
 
 def test_after_an_error_the_groups_end_without_waiting_for_the_device(calls: list[str]) -> None:

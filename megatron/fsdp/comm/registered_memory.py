@@ -51,17 +51,24 @@ class NcclMemory:
     registered, torch also registers every segment that is added to it, at once and on this rank alone. Nothing is
     therefore allocated in a registered pool: :meth:`allocate` begins a new one.
 
+    NCCL's allocator needs a device with multicast (NVSwitch). On others, the pool takes torch's allocator, and no
+    window is registered.
+
     The registration ends with this object, or before that with the process groups. Ranks should delete their models in
     the same order.
 
     Args:
         groups: Process groups over NCCL whose collectives will use the memory, in the same order on all ranks.
         device: CUDA device.
+
+    Attributes:
+        has_multicast: Whether the device can have symmetric windows.
     """
 
     def __init__(self, groups: list[dist.ProcessGroup], device: torch.device) -> None:
         self._backends = nccl_backends(groups, device)
         self._device = device
+        self.has_multicast = all(backend.supports_tensor_alloc(device) for backend in self._backends)
         self._pool: Any = None
         self._end: weakref.finalize | None = None
 
@@ -81,7 +88,7 @@ class NcclMemory:
         self.deregister()
         # A pool belongs to the device that is current when it is made.
         with torch.cuda.device(self._device):
-            self._pool = torch.cuda.MemPool(self._backends[0].mem_allocator)
+            self._pool = torch.cuda.MemPool(self._backends[0].mem_allocator if self.has_multicast else None)
         with torch.cuda.use_mem_pool(self._pool, device=self._device):
             function()
 

@@ -1,5 +1,6 @@
 """How a run of Megatron's loop is stopped by signals, and the file that says how it ended, next to its checkpoints."""
 
+import importlib.util
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -55,6 +56,12 @@ def leaving_outcome() -> Iterator[None]:
             _leave(FAILED, describe(error))
         raise
     _leave(FINISHED)
+
+
+def compile_if_missing(original: Callable[[], None]) -> None:
+    """Compile the helpers of data sets only if the wheel brought none."""
+    if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
+        original()
 
 
 def initialize(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

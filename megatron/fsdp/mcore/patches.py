@@ -121,6 +121,11 @@ MEGATRON = Patches(
             "leaves the file in which an earlier run has said how it ended",
             "ending:initialize",
         ),
+        _patch(
+            "megatron.core.datasets.utils:compile_helpers",
+            "ends the run because the wheel has no Makefile, although it has the compiled helpers",
+            "ending:compile_if_missing",
+        ),
         *(
             _patch(
                 f"megatron.training.{module}:DistributedSignalHandler",

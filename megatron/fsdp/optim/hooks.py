@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megatron.fsdp.buffers.parameter import ShardedParameter
 from megatron.fsdp.comm.backends import is_on_host
-from megatron.fsdp.dtensor.ragged_dtensor import make_like, same_layout
+from megatron.fsdp.dtensor.ragged_dtensor import local_shard, make_like, same_layout
 from megatron.fsdp.optim.block_state import join_state, make_state, split_state
 from megatron.fsdp.optim.classes import BY_PARAMETER, check_optimizer, looks_at
 from megatron.fsdp.optim.fresh_state import FreshState, join_text_keys
@@ -28,6 +28,9 @@ from megatron.fsdp.runtime.engine import Engine, engines_of
 from megatron.fsdp.runtime.unit import Unit
 from megatron.fsdp.state.loading import own_shard
 
+# On a GPU, a call of the optimizer's step updates units with about this many elements: 256 MiB of temporary memory in
+# fp32, and about a millisecond of kernels, which the host needs to launch the next.
+ELEMENTS_AT_ONCE = 2**26
 # Number of times that a model has been sharded.
 _generation = 0
 # For each optimizer that has taken a step: the generation at that time, and its number of parameters. Comparing these
@@ -290,14 +293,14 @@ def _require_gradient(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _update_by_unit(optimizer: torch.optim.Optimizer, engine: Engine, local: LocalStep) -> bool:
-    """Update units one by one, and unshard those that the next forward needs first meanwhile.
+    """Update parts of the model one by one, and unshard the units that the next forward needs first meanwhile.
 
-    Calls the optimizer's step once per unit, with the parameters of that unit only. The step proper then updates the
+    Calls the optimizer's step once per part, with the parameters of that part only. The step proper then updates the
     remaining parameters. This is valid for optimizers that update every parameter independently.
 
-    Main weights on a CPU are all updated in this way. torch's optimizers compute on lists of all parameters, so their
-    temporary tensors have the size of the model: new memory in every step, which does not fit into any cache. On a GPU,
-    where fewer and larger kernels are faster, only the units to unshard are updated one by one.
+    torch's optimizers compute on lists of all parameters, so their temporary tensors would have the size of the model.
+    On a CPU a part is a unit: new memory for the model in every step fits into no cache. On a GPU it is several units,
+    so that kernels stay few and large.
 
     Args:
         optimizer: The optimizer, whose parameters are local tensors.
@@ -308,32 +311,47 @@ def _update_by_unit(optimizer: torch.optim.Optimizer, engine: Engine, local: Loc
         Whether units have been unsharded.
     """
     first = engine.schedule.units_to_prefetch_first() if engine.config.gather_during_step else []
-    on_host = engine.units if is_on_host(engine.device) else [unit for unit in engine.units if unit.is_offloaded]
-    others = [unit for unit in on_host if unit not in first]
+    others = [unit for unit in engine.units if unit not in first]
     if first:
         # Before any all-gather starts: invalidating afterwards would drop the weights that it has gathered.
         engine.invalidate_weights()
-    # The step proper updates the last unit, and LocalStep restores all parameters.
-    units = first + others[:-1]
-    *each, remaining = _split(optimizer, units, local)
-    for unit, parameters in zip(units, each, strict=True):
+    # The step proper updates the last part, and LocalStep restores all parameters.
+    parts = [[unit] for unit in first] + _parts(others, is_on_host(engine.device))[:-1]
+    *each, remaining = _split(optimizer, parts, local)
+    for part, parameters in zip(parts, each, strict=True):
         if any(parameters):
             _set_parameters(optimizer, parameters)
             # __wrapped__ is the step without hooks, which would start this one again.
             type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]
-        if unit in first:
-            engine.schedule.prefetch_first(until=unit)
+        if part[0] in first:
+            engine.schedule.prefetch_first(until=part[0])
     _set_parameters(optimizer, remaining)
     return bool(first)
 
 
-def _split(optimizer: torch.optim.Optimizer, units: list[Unit], local: LocalStep) -> list[list[list[nn.Parameter]]]:
-    """For each unit, and finally for what remains: the parameters in each of the optimizer's groups."""
-    unit_of = {local.shown(e.main): i for i, u in enumerate(units) for g in u.groups for e in g.params}
-    split: list[list[list[nn.Parameter]]] = [[[] for _ in optimizer.param_groups] for _ in [*units, None]]
+def _parts(units: list[Unit], on_host: bool) -> list[list[Unit]]:
+    """Units to update together: on the host one, on a GPU as many as have :data:`ELEMENTS_AT_ONCE` on this rank."""
+    parts: list[list[Unit]] = []
+    left = 0
+    for unit in units:
+        alone = on_host or unit.is_offloaded
+        if left <= 0 or alone:
+            parts.append([])
+            left = 0 if alone else ELEMENTS_AT_ONCE
+        parts[-1].append(unit)
+        left -= sum(local_shard(entry.main).numel() for group in unit.groups for entry in group.params)
+    return parts
+
+
+def _split(
+    optimizer: torch.optim.Optimizer, parts: list[list[Unit]], local: LocalStep
+) -> list[list[list[nn.Parameter]]]:
+    """For each part, and finally for what remains: the parameters in each of the optimizer's groups."""
+    part_of = {local.shown(e.main): i for i, part in enumerate(parts) for u in part for g in u.groups for e in g.params}
+    split: list[list[list[nn.Parameter]]] = [[[] for _ in optimizer.param_groups] for _ in [*parts, None]]
     for number, options in enumerate(optimizer.param_groups):
         for parameter in options["params"]:
-            split[unit_of.get(id(parameter), len(units))][number].append(parameter)
+            split[part_of.get(id(parameter), len(parts))][number].append(parameter)
     return split
 
 

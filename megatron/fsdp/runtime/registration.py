@@ -30,7 +30,8 @@ class BufferRegistration:
     With symmetric windows, each collective needs its buffers at the same offsets on all ranks. They are, because the
     pool makes all of them from one allocation, hands them out in the order of the plan, which all ranks share, and the
     sizes are equal. Ranks compare the offsets, too. Where these or the sizes of parameter groups differ between ranks,
-    as experts may, or NCCL cannot register symmetric windows, all ranks register buffers without them.
+    as experts may, or a device has no multicast, or NCCL cannot register symmetric windows, all ranks register buffers
+    without them.
 
     Args:
         pool: The buffers.
@@ -89,7 +90,8 @@ class BufferRegistration:
         self._added = None
         buffers, alike = self._agree()
         if self._symmetric and not alike:
-            logger.warning("FSDP: ranks have parameter groups of other sizes: no symmetric memory is registered.")
+            why = "ranks have parameter groups of other sizes" if self._memory.has_multicast else "there is no NVSwitch"
+            logger.warning("FSDP: %s: no symmetric memory is registered.", why)
         self._allocate(buffers)
         if self._symmetric and alike and self._placed_alike():
             try:
@@ -128,8 +130,8 @@ class BufferRegistration:
         return alike
 
     def _agree(self) -> tuple[list[Buffer], bool]:
-        """Buffers that suffice for all ranks, and whether all have parameter groups of the same sizes."""
-        buffers, alike = self._pool.buffers(), True
+        """Buffers that suffice for all ranks, and whether all have multicast and parameter groups of the same sizes."""
+        buffers, alike = self._pool.buffers(), self._memory.has_multicast
         for party in self._parties:
             numbers = [int(alike), len(self._sizes), *self._sizes, *(number for each in buffers for number in each)]
             found = self._context.exchange(numbers, party)

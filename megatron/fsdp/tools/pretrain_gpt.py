@@ -23,6 +23,7 @@ from megatron.fsdp.mcore import cpu, install
 cpu.enable()  # does nothing if CUDA is available; must precede the imports of Megatron
 
 from megatron.core import mpu  # noqa: E402
+from megatron.core.datasets import utils  # noqa: E402
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder  # noqa: E402
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset  # noqa: E402
 from megatron.core.enums import ModelType  # noqa: E402
@@ -35,7 +36,7 @@ from megatron.core.utils import (  # noqa: E402
     get_batch_on_this_cp_rank,
     get_batch_on_this_tp_rank,
 )
-from megatron.fsdp.mcore.ending import leaving_outcome  # noqa: E402
+from megatron.fsdp.mcore.ending import compile_if_missing, leaving_outcome  # noqa: E402
 from megatron.training import (  # noqa: E402
     argument_utils,  # noqa: E402
     get_args,
@@ -276,6 +277,8 @@ def install_chosen_implementation() -> None:
         os.environ[SYNCHRONOUS] = "1"
     if chosen.fsdp_implementation == "this":
         install()
+    else:  # one of the things that install() replaces is needed by everyone who has megatron-core as a wheel
+        utils.compile_helpers = partial(compile_if_missing, utils.compile_helpers)
 
 
 @record

@@ -272,11 +272,6 @@ MEGATRON = Patches(
             "replacements:complete_sharded_state",
         ),
         _megatron(
-            "megatron.core.datasets.utils:compile_helpers",
-            "ends the run if there is no compiler, even if the wheel has the compiled helpers",
-            "replacements:compile_if_missing",
-        ),
-        _megatron(
             "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
             "refuses sequence parallelism, because it does not mark its parameters, and weights that are centered "
             "at 0; other norms need Apex",

@@ -6,7 +6,6 @@ Each takes the original function first, then the caller's arguments. The tables 
 from __future__ import annotations
 
 import copy
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -42,12 +41,6 @@ def cuda_type(original: Callable[..., Any], self: torch.Tensor, *args: Any, **kw
 
 
 # Functions of Megatron ----------------------------------------------------------------------------------------------
-
-
-def compile_if_missing(original: Callable[[], None]) -> None:
-    """Compile the helpers of data sets only if the wheel brought none."""
-    if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
-        original()
 
 
 def recompute_unquantized(original: Callable[..., None], self: Any, fp8: Any = None) -> None:
