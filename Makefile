@@ -21,7 +21,7 @@ TORCH_STAMPS := $(TORCH_VERSIONS:%=.venv-torch-%/.installed)
 # The tests of what depends on torch's internals.
 TORCH_TESTS := $(addprefix tests/unit_tests/,$(patsubst %,checkpoint/test_%.py,backend safe_pickle saving) mcore/test_patches.py mcore/test_uneven_dtensor.py \
 	$(patsubst %,test_%.py,clipping compile deferred deletion exceptions export fsdp2 fsdp2_interface fsdp2_state \
-	gradient_hooks host_pool meta_device mixed_precision offload optimizer_classes optimizers ragged_dtensor \
+	gradient_hooks host_pool meta_device mixed_precision offload optimizer_classes optimizers ragged_dtensor reads \
 	resuming state_dict tensor_parallel training versions))
 
 # A machine with a GPU may have no registry: these commands use the Python that has torch, and install nothing.
@@ -125,7 +125,7 @@ docs: install ## build the documentation site into site/ without warnings; run i
 docs-serve: install ## serve the documentation on port 8000, and build it again when a page changes
 	$(MKDOCS) serve
 
-gpu-test: ## run the unit tests on CUDA, 9 minutes of them at a time: one rank over NCCL, several over gloo (GPU_PYTHON=python3)
+gpu-test: ## run the unit tests on CUDA, 9 minutes of them at a time, over NCCL on one device (GPU_PYTHON=python3)
 	FSDP_TEST_DEVICE=$(GPU_TEST_DEVICE) PYTHONPATH=$(CURDIR) $(GPU_PYTHON) -m pytest -p tests.gpu.resume --finished gpu_checks/tests.finished \
 		--seconds 500 -n 8 -m "not slow" $(PYTEST_FLAGS) $(GPU_TESTS)
 

@@ -24,7 +24,7 @@ from tests.evidence.recorder import recorded
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# "cuda": the ranks compute on the CUDA device, one rank over NCCL and several over gloo, sharing it.
+# "cuda": the ranks share the CUDA device, over NCCL.
 DEVICE = os.environ.get("FSDP_TEST_DEVICE", "cpu")
 TIMEOUT = 120.0
 # The threads of process groups and other remains of tests end with their process.
@@ -93,7 +93,7 @@ class RankPool:
 
     def __init__(self) -> None:
         self.timeout = TIMEOUT
-        self.backend = "gloo"
+        self.backend = "cpu:gloo,cuda:nccl" if DEVICE == "cuda" else "gloo"
         self.collectives_of_nccl = False
         self._ranks: list[Rank] = []
         self._runs = 0
@@ -119,8 +119,7 @@ class RankPool:
         # A file, not a TCPStore: with many short messages that one waits for delayed acknowledgements.
         store = Path(self._folder.name) / f"store {self._runs}"
         for number, rank in enumerate(ranks):
-            backend = "nccl" if DEVICE == "cuda" and world_size == 1 else self.backend
-            group = (backend, f"file://{store}", number, world_size)
+            group = (self.backend, f"file://{store}", number, world_size)
             rank.pipe.send((self.timeout, *group, self.collectives_of_nccl, recorded(function), args))
         replies = [rank.reply(self.timeout) for rank in ranks]
         store.unlink(missing_ok=True)

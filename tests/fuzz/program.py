@@ -1,4 +1,4 @@
-"""A program: a setting and steps. Hypothesis makes them; they print as Python, and run on the ranks of a group."""
+"""A program: a setting and steps. They are chosen at random, print as Python, and run on the ranks of a group."""
 
 import faulthandler
 import gc
@@ -9,15 +9,15 @@ import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, Phase, given, seed, settings
-from hypothesis import strategies as st
 from torch.distributed.checkpoint import CheckpointException
 
 from megatron.fsdp.comm import gloo
+from megatron.fsdp.comm.streams import CollectiveMismatch, raise_if_ranks_disagree
 from megatron.fsdp.dtensor.torch_patches import TORCH
 
 from .network import CHOICES as FEATURES
@@ -45,12 +45,16 @@ def step(kind: str, /, **arguments: Any) -> Step:
 
 
 class Verdict(NamedTuple):
-    """How a program ended: "right", "wrong", "error" (sharded), "plain" (an error of plain torch), "crash", "hang"."""
+    """How a program ended: "right", "wrong", "error" (sharded), "plain" (an error of plain torch), "crash", "hang".
+
+    ``mismatch`` says that ranks have issued different collectives, which every later wait of the processes raises.
+    """
 
     kind: str
     at: int = -1
     what: str = ""
     trace: str = ""
+    mismatch: str = ""
 
 
 class Program(NamedTuple):
@@ -73,35 +77,16 @@ class Program(NamedTuple):
 
 def programs(count: int, start: int, only: dict[str, tuple[Any, ...]], kinds: list[str]) -> Iterator[Program]:
     """Random programs, always the same ones for the same arguments."""
-    choices = CHOICES | {name: values for name, values in only.items()}
+    choices = CHOICES | only
     weights = [KINDS[name].weight for name in kinds]
-    # Not sampled_from: in a long list, Hypothesis prefers positions that are constants of the project's files.
-    steps = st.randoms(use_true_random=True).flatmap(lambda random: _step_of(random.choices(kinds, weights)[0]))
-    features = st.builds(Features, **{name: st.sampled_from(values) for name, values in FEATURES.items()})
-    chosen = {name: st.sampled_from(values) for name, values in choices.items()}
-    setting = st.builds(Setting, **chosen, features=st.one_of(st.just(Features()), features)).map(Setting.valid)
-    found: list[Program] = []
-
-    def collect(setting: Setting, steps: list[Step]) -> None:
-        found.append(Program(setting, steps))
-
-    wanted = settings(
-        # A run's first example is the plainest one, and from the 12th on, Hypothesis varies those it has.
-        max_examples=11,
-        phases=[Phase.generate],
-        database=None,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-    )
-    for number in range(math.ceil(count / 10)):
-        found.clear()
-        seed(start + 10**6 * number)(wanted(given(setting, st.lists(steps, min_size=6, max_size=20))(collect)))()
-        yield from found[1 : 1 + count - 10 * number]
-
-
-def _step_of(kind: str) -> st.SearchStrategy[Step]:
-    arguments = {name: st.sampled_from(values) for name, values in KINDS[kind].choices.items()}
-    return st.builds(Step, st.just(kind), st.fixed_dictionaries(arguments))
+    for number in range(count):
+        # Not Hypothesis: it prefers constants of the project's modules that are imported, which differ between runs.
+        random = Random(f"{start} {number}")
+        chosen = {name: random.choice(values) for name, values in choices.items()}
+        odd = {name: random.choice(values) for name, values in FEATURES.items()} if random.random() < 0.5 else {}
+        names = random.choices(kinds, weights, k=random.randint(6, 20))
+        steps = [Step(kind, {k: random.choice(v) for k, v in KINDS[kind].choices.items()}) for kind in names]
+        yield Program(Setting(**chosen, features=Features(**odd)).valid(), steps)
 
 
 def run_in(project: str, *arguments: Any) -> list[Verdict]:
@@ -135,15 +120,22 @@ def run(batch: list[Program], torchs: bool, folder: Path, seconds: int) -> list[
         if program.setting.mesh not in places:
             places[program.setting.mesh] = meshes(program.setting)
         mine = _run(program, places[program.setting.mesh], torchs)
+        try:
+            raise_if_ranks_disagree()
+        except CollectiveMismatch as error:
+            mine = mine._replace(mismatch=str(error))
         notes.write_text(f"{number} {mine.what.splitlines()[0] if mine.what else ''}")
         every: list[Verdict] = [mine] * dist.get_world_size()
         dist.all_gather_object(every, mine)
         order = ("error", "wrong", "plain", "right")
-        verdicts.append(min(every, key=lambda v: (order.index(v.kind), v.at)))
+        worst = min(every, key=lambda v: (order.index(v.kind), v.at))
+        # Waits of the process group now raise: a rank's program may have ended otherwise, as where plain torch raises.
+        mismatch = next((v.mismatch for v in every if v.mismatch), "")
+        verdicts.append(worst._replace(mismatch=mismatch))
         gc.collect()
         faulthandler.cancel_dump_traceback_later()
         signal.alarm(0)
-        if verdicts[-1].kind in ("error", "wrong"):
+        if verdicts[-1].kind in ("error", "wrong") or mismatch:
             break
     return verdicts
 

@@ -86,8 +86,8 @@ class Runner:
             if seconds == SECONDS:
                 return [*before, *self.verdicts(programs[at : at + 1], 10 * seconds)]
             return [*before, lost]
-        if "CollectiveMismatch" in verdicts[-1].what:
-            self.pool.close()  # every later wait of these processes raises it again
+        if verdicts[-1].mismatch:
+            self.pool.close()
         return verdicts
 
     def results(self, programs: list[Program], size: int = 25) -> list[Result]:

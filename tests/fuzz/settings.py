@@ -1,4 +1,4 @@
-"""How a model is sharded: what Hypothesis chooses, and the calls that do it."""
+"""How a model is sharded: what is chosen at random, and the calls that do it."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -59,7 +59,7 @@ class Side:
         # Whether gradients may differ between ranks until the next synchronization.
         self.pending = False
         self.accumulating = False
-        self.copied = False
+        self.copied = self.uneven = False
         self.add_model()
         torch.manual_seed(1000 + place.rank)
 
@@ -127,9 +127,10 @@ class Side:
         """Weights have changed. Forget losses whose backward only seems valid without sharding.
 
         Autograd does not see writes through ``.data``, the plain side of mixed precision saves casts of weights, and
-        with ZeRO-0, a part that is called outside of its unit computes with a copy.
+        with ZeRO-0, a part that is called outside of its unit computes with a copy. Where ranks have run other blocks,
+        backward raises at other places, and ranks would wait for each other.
         """
-        if hidden or self.setting.mixed or self.copied:
+        if hidden or self.setting.mixed or self.copied or self.uneven:
             self.losses.clear()
 
     @contextlib.contextmanager

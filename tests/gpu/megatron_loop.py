@@ -183,7 +183,8 @@ def _arguments(folder: Path, iterations: int, width: int, layers: int, length: i
 
     has_engine = not missing(ENGINE)
     return f"""
-        --num-layers {layers} --hidden-size {width} --ffn-hidden-size {4 * width} --num-attention-heads {max(8, width // 128)} --bf16
+        --num-layers {layers} --hidden-size {width} --ffn-hidden-size {4 * width} --bf16
+        --num-attention-heads {max(8, width // 128)}
         --seq-length {length} --max-position-embeddings {length} --make-vocab-size-divisible-by 16
         --micro-batch-size 1 --global-batch-size 2 --train-iters {iterations} --lr 1e-4 --lr-decay-style constant
         --clip-grad 1.0 --weight-decay 0.1 --seed 1234 --log-interval 1 --eval-iters 1 --eval-interval 1000

@@ -230,9 +230,9 @@ def _gradients_in_parts(strategy: str) -> None:
     """Reentrant checkpointing accumulates a gradient in parts, and hooks would be called with each."""
     for reentrant in False, True:
         torch.manual_seed(0)
-        plain = _Twice(reentrant)
+        plain = _Twice(reentrant).to(device())
         model = fully_shard_model(copy.deepcopy(plain), fsdp_unit_modules=[nn.Linear], zero_dp_strategy=strategy)
-        x = torch.randn(3, 4, requires_grad=True)
+        x = torch.randn(3, 4, device=device(), requires_grad=True)
         for each in plain, model:
             next(each.parameters()).register_post_accumulate_grad_hook(_halve)
         if reentrant:

@@ -16,6 +16,7 @@ from tests.models import (
     TinyModel,
     assert_same_weights,
     batches,
+    device,
     loss_of,
     sgd,
     train_reference,
@@ -40,7 +41,7 @@ def _train(model: MegatronFSDP, data: torch.Tensor, **arguments: Any) -> None:
 
 def _equals_the_unsharded_loop(strategy: str, depth: int, micro_batches: int) -> None:
     torch.manual_seed(3)
-    module, reference = TinyModel(depth=depth, tied=True), TinyModel(depth=depth, tied=True)
+    module, reference = (TinyModel(depth=depth, tied=True).to(device()) for _ in range(2))
     reference.load_state_dict(module.state_dict())
     data = batches(steps=3, per_step=micro_batches * dist.get_world_size())
     train_reference(reference, data)
@@ -60,7 +61,7 @@ def test_it_equals_the_unsharded_loop(ranks: RankPool, strategy: str, depth: int
 
 def _starts_as_the_reference(strategy: str) -> tuple[MegatronFSDP, TinyModel, torch.Tensor]:
     torch.manual_seed(3)
-    module, reference = TinyModel(tied=True), TinyModel(tied=True)
+    module, reference = (TinyModel(tied=True).to(device()) for _ in range(2))
     reference.load_state_dict(module.state_dict())
     return _shard(module, strategy), reference, batches(steps=4, per_step=3 * dist.get_world_size())
 
@@ -140,7 +141,7 @@ def _reductions(delay: bool) -> list[str]:
         reduced.append(unit.label)
         return reduce_gradients(unit, last)
 
-    model = _shard(TinyModel(depth=3))
+    model = _shard(TinyModel(depth=3).to(device()))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Unit, "reduce_gradients", noted)
         interleaved_step(model, batches(1, 3)[0], delay=delay)
@@ -163,7 +164,7 @@ def _most_unsharded(depth: int) -> int:
         buffers = [unit.groups[0].weights.planes[0].buffer.flat for unit in units]
         most = max(most, sum(flat.untyped_storage().nbytes() > 0 for flat in buffers))
 
-    _train(_shard(TinyModel(depth=depth)), batches(steps=2, per_step=3), watch=watch)
+    _train(_shard(TinyModel(depth=depth).to(device())), batches(steps=2, per_step=3), watch=watch)
     return most
 
 

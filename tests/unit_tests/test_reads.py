@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.torch_version import TorchVersion
 
 from megatron.fsdp import fsdp2
 from megatron_fsdp import fully_shard, fully_shard_model
@@ -44,7 +45,7 @@ READS: dict[str, Callable[[Any], Any]] = {
     "largest": lambda p: p.max() - p.amin(),
     "variance": lambda p: p.var() + torch.std(p),
     "number": lambda p: (0.5 * p - 0.1).abs().sum(),
-    "plain operand": lambda p: ((p - torch.linspace(-1, 1, p.numel()).view(p.shape)) * p).sum(),
+    "plain operand": lambda p: ((p - torch.linspace(-1, 1, p.numel(), device=p.device).view(p.shape)) * p).sum(),
     "full tensor": lambda p: (_full(p) @ _full(p).T).square().sum() if p.dim() == 2 else _full(p).prod(),
     "into a plain tensor": lambda p: torch.zeros(p.shape, device=p.device).add_(p).pow(2).sum(),
     "copied to a plain tensor": lambda p: torch.zeros(p.shape, device=p.device).copy_(p).norm(),
@@ -255,7 +256,8 @@ def _refused() -> None:
     with pytest.raises(NotImplementedError, match="weight has gradient hooks"):
         weight.pow(2).sum().backward()
     handle.remove()
-    for inputs in (weight, [bias, weight], {"weight": weight}, model.parameters(), model.module.weight):
+    named = {"weight": weight} if TorchVersion(torch.__version__) >= "2.13" else weight  # others take no dictionary
+    for inputs in (weight, [bias, weight], named, model.parameters(), model.module.weight):
         with pytest.raises(RuntimeError, match=r"gradient of (weight|bias) is reduced.*loss\.backward"):
             torch.autograd.grad(model(x).sum(), inputs=inputs, allow_unused=True)
     with pytest.raises(RuntimeError, match="gradient of weight is reduced"):

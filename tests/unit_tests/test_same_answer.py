@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -368,6 +369,23 @@ class Recurrent(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.blocks[0](self.lstm(x[None])[0])
+
+
+def _moves_weights(lstm: nn.LSTM) -> None:
+    """Move the weights to a tensor of their own, as recurrent layers do on CUDA."""
+    start = torch.cat([weight.detach().flatten() for weight in lstm._flat_weights])
+    with torch.no_grad():
+        for weight, part in zip(lstm._flat_weights, start.split([w.numel() for w in lstm._flat_weights]), strict=True):
+            weight.set_(part.view_as(weight))
+
+
+def _recurrent_on_cuda() -> None:
+    with patch.object(nn.LSTM, "flatten_parameters", _moves_weights):
+        same(_loss, Recurrent, list(SETTINGS))
+
+
+def test_recurrent_layers_that_move_their_weights(ranks: RankPool) -> None:
+    ranks.run(2, _recurrent_on_cuda)
 
 
 def _loss(side: Side) -> torch.Tensor:

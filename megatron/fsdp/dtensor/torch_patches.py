@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.utils._pytree import tree_flatten
 
 from megatron.fsdp.dtensor.gathering import reduce_over
 from megatron.fsdp.dtensor.placements import (
@@ -66,6 +67,13 @@ TORCH = Patches(
             patches.TORCH,
         ),
         Patch(
+            "torch.distributed.tensor._dispatch:OpDispatcher._propagate_op_sharding_dispatch_slow_path",
+            "ignores __torch_dispatch__ of subclasses in backward, where no dispatch mode runs before it",
+            f"{_HERE}:dispatch_in_backward",
+            patches.TORCH,
+            before="2.13",
+        ),
+        Patch(
             "torch.nn:Module._apply",
             "converts or moves the parameters of a part of a sharded model, which then would not be trained",
             "megatron.fsdp.runtime.structure:apply_if_allowed",
@@ -111,6 +119,15 @@ def distribute_tensors(
             local._local_tensor.copy_(local_slice(local._spec).take_from(whole))
             local_state_dict[key] = local
     original(local_state_dict, keys, *args, **kwargs)
+
+
+def dispatch_in_backward(
+    original: Callable[..., Any], dispatcher: Any, op_call: Any, args: tuple, kwargs: dict, *more: Any
+) -> Any:
+    """Run an operation on the shards of a :class:`RaggedDTensor`; PyTorch returns what is no sharding as it is."""
+    if any(isinstance(value, RaggedDTensor) for value in tree_flatten((args, kwargs))[0]):
+        return RaggedDTensor.__torch_dispatch__(op_call, (), args, kwargs)
+    return original(dispatcher, op_call, args, kwargs, *more)
 
 
 @torch.no_grad()

@@ -281,7 +281,9 @@ class Attachment:
                 if not isinstance(value, torch.Tensor) or not value.dim() or value.shape != param.main.shape:
                     continue
                 if not isinstance(value, DTensor) or not same_layout(value, param.main):  # type: ignore[arg-type]
-                    state[key] = make_like(own_shard(param, value).clone(), param.main)
+                    # With offload, the optimizer may have made its state on the device of the model.
+                    shard = own_shard(param, value).to(local_shard(param.main).device, copy=True)
+                    state[key] = make_like(shard, param.main)
 
 
 def _require_gradient(optimizer: torch.optim.Optimizer) -> None:

@@ -11,7 +11,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from megatron.fsdp.quantized.storage import Direction
-from megatron.fsdp.runtime.unit import Unit
+from megatron.fsdp.runtime.unit import Unit, WeightState
 
 logger = logging.getLogger(__name__)
 
@@ -178,7 +178,7 @@ class Plans:
 
     Attributes:
         forward: Plan of the forward.
-        backward: Plan of the backward.
+        backward: Plan of the backward, of the one that runs if that gathers more units than usual.
         recording: The pass that runs is to be recorded.
         exchange: The argument.
         orders_differ: Ranks have run units in orders that cannot be merged.
@@ -190,7 +190,7 @@ class Plans:
         self._distance = distance
         self.exchange = exchange
         self.forward = Plan([Op(OpKind.UNSHARD, unit.index) for unit in units], distance)
-        self.backward = self._guessed_backward()
+        self.backward = self._usual = self._guessed_backward()
         self.recording = True
         self.orders_differ = self.unusual = False
         self._attempts = 0
@@ -199,10 +199,27 @@ class Plans:
     def _backward(self, requested: list[Op]) -> Plan:
         return Plan(requested, self._distance, Direction.BACKWARD)
 
-    def _guessed_backward(self) -> Plan:
-        # Units that keep their weights, and the one that forward ends with, are still unsharded when backward begins.
+    def _kept(self) -> list[Op]:
+        """Units that keep their weights, and the one that forward ends with: unsharded when its backward begins."""
         last = [op for op in self.forward.requested[-1:] if not self._units[op.unit_index].is_directional]
-        kept = [*last, *(Op(OpKind.UNSHARD, unit.index) for unit in self._units if unit.keeps_weights)]
+        return [*last, *(Op(OpKind.UNSHARD, unit.index) for unit in self._units if unit.keeps_weights)]
+
+    def begin_backward(self) -> None:
+        """Begin a backward, which also gathers units that are usually kept for it and that another pass has resharded.
+
+        All ranks keep the same units, those that a rank has skipped included, so they gather the same ones.
+        """
+        # A backward through the root begins with it on all ranks, so it needs no place in the plan.
+        kept = {op.unit_index for op in self._kept()} - {self._units[0].index}
+        lost = {index for index in kept if self._units[index].state is WeightState.SHARDED}
+        self.backward = self._usual
+        if lost := lost - {op.unit_index for op in self._usual.requested if op.kind is OpKind.UNSHARD}:
+            every = self._guessed_backward(kept=[]).requested
+            self.backward = self._backward(with_others(self._usual.requested, every, lost))
+        self.backward.restart()
+
+    def _guessed_backward(self, kept: list[Op] | None = None) -> Plan:
+        kept = self._kept() if kept is None else kept
 
         def requested(unit: Unit) -> list[Op]:
             ops = [Op(OpKind.UNSHARD, unit.index)]
@@ -222,7 +239,7 @@ class Plans:
         """Plan the backward for the units that take gradients now, if others did before."""
         if any([group.follow_freezing() for unit in self._units for group in unit.groups]):
             known = self._known.get(self._trainable())
-            self.backward = known or self._guessed_backward()
+            self.backward = self._usual = known or self._guessed_backward()
             self.recording = known is None
 
     def follow_recorded(self) -> None:
@@ -249,7 +266,7 @@ class Plans:
             )
         else:
             self._follow(forward, backward)
-        self._known[self._trainable()] = self.backward
+        self._known[self._trainable()] = self._usual
 
     def _follow(self, forward: list[Op], backward: list[Op]) -> None:
         """Make these the plans, with the operations that they lack and that one rank alone may request later."""
@@ -265,7 +282,8 @@ class Plans:
         if self.forward.requested[-1] != last and not keeps:
             backward = [last, *backward]  # its weights were kept for the backward that was recorded
         unreduced = {unit.index for unit in self._units if unit.trainable and unit.index not in reduced}
-        self.backward = self._backward(with_others(backward, self._guessed_backward().requested, never | unreduced))
+        guessed = self._guessed_backward().requested
+        self.backward = self._usual = self._backward(with_others(backward, guessed, never | unreduced))
 
     def _merged(self, plan: Plan) -> tuple[list[Op] | None, bool]:
         """The ranks' recordings as one, and whether a rank's is unusual."""

@@ -200,7 +200,7 @@ class Schedule:
         self.passes.begin_backward(weak_method(self.finish_backward))
         # Autograd looks at ``requires_grad`` of the weights when it has their gradients, as in an unsharded model.
         self._follow_freezing()
-        self.plans.backward.restart()
+        self.plans.begin_backward()
         for unit in self.units:
             unit.new_backward()
         if self._is_outdated:
@@ -266,13 +266,17 @@ class Schedule:
         forward = self.plans.forward
         if unit.is_root and not self.passes.in_backward:
             self._issue_skipped(forward, forward.finish())
+            for each in self.units if not self._keeps else ():
+                if each.state is WeightState.UNSHARDED:
+                    each.reshard()  # as on the ranks that have run it
         if unit.state is not WeightState.FORWARD:
             return False
         grad = torch.is_grad_enabled()
         # Ranks that skip the unit keep it, too, and cannot know that it is checkpointed and has no graph yet.
-        if unit.keeps_weights and (self._keeps if not self.passes.in_backward else grad):
+        keeps = grad if self.passes.in_backward else self._keeps
+        if keeps and unit.keeps_weights:
             unit.to(WeightState.UNSHARDED)
-        elif grad and (self.passes.in_backward or self._is_last(unit)):
+        elif keeps and (self.passes.in_backward or self._is_last(unit)):
             # Backward begins with the last unit of forward: keep it instead of unsharding it again.
             unit.to(WeightState.UNSHARDED)
             self.passes.kept = unit
@@ -362,7 +366,7 @@ class Schedule:
         if self.passes.by_caller:
             return
         self.passes.begin_callers_backward()
-        self.plans.backward.restart()
+        self.plans.begin_backward()
         for unit in self.units:
             unit.new_backward()
         self.hold(self.units[0], Direction.BACKWARD)
@@ -455,7 +459,9 @@ class Schedule:
         """Issue all operations of the plan up to ``op``, which the computation requests."""
         indices = plan.request(op)
         unit = self.units[op.unit_index]
-        if indices is None and self.plans.orders_differ and op.kind is not OpKind.REDUCE and unit.temporary:
+        # The root is first in every pass of every rank.
+        stray = indices is None and op.kind is not OpKind.REDUCE and not unit.is_root
+        if stray and self.plans.orders_differ and unit.temporary:
             raise RuntimeError(ORDERS_DIFFER.format(unit.label))
         if indices is not None:
             self._issue_skipped(plan, indices[:-1])
@@ -466,6 +472,8 @@ class Schedule:
         for index in indices:
             self._issue_until(plan, index)
             unit = self.units[plan.requested[index].unit_index]
+            if plan.requested[index].kind is OpKind.REDUCE and unit is self.passes.kept and not unit.ran:
+                self._reshard_kept()  # kept for ranks that run it
             if plan.requested[index].kind is OpKind.REDUCE or unit.state is not WeightState.UNSHARDING:
                 continue
             in_forward = plan is self.plans.forward and self._keeps
@@ -474,6 +482,9 @@ class Schedule:
             # It stays unsharded as on the ranks that run it now, or until its backward comes later than on these.
             if later or (in_forward and unit.keeps_weights):
                 unit.to(WeightState.UNSHARDED)
+            elif in_forward and self._is_last(unit) and not self.in_callers_forward:
+                unit.to(WeightState.UNSHARDED)
+                self.passes.kept = unit
             else:
                 unit.let_go(plan.direction, keep=in_forward)
 

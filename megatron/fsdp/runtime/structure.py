@@ -21,10 +21,19 @@ _sharded: weakref.WeakKeyDictionary[nn.Module, weakref.ref[object]] = weakref.We
 
 
 def reject_structural_changes(root: nn.Module, owner: object) -> None:
-    """Raise an error from now on if parameters in ``root`` are replaced or added. The checks end with ``owner``."""
+    """Raise an error from now on if parameters in ``root`` are replaced or added, and keep torch from moving them.
+
+    The checks end with ``owner``.
+    """
     for module in root.modules():
         _sharded[module] = weakref.ref(owner)
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters = _keep_in_buffer  # type: ignore[method-assign]
     _watch()
+
+
+def _keep_in_buffer() -> None:
+    """In place of a recurrent layer's ``flatten_parameters``: on CUDA it moves the weights, at the next forward."""
 
 
 def reject_conversion(parameters: Iterable[torch.Tensor], fn: Callable[[torch.Tensor], torch.Tensor]) -> None:

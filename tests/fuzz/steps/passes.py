@@ -45,6 +45,7 @@ def apart(side: Side, orders: tuple[tuple[int, ...], ...]) -> Any:
     if side.setting.features.embedded:
         # docs/limits.md: until a plan has it, ranks cannot gather weights again for a unit that runs twice on some.
         orders = ((0,), (1,))
+    side.uneven = True
     loss = side.loss(side.model(side.batch(1), orders[side.place.rank % 2]))
     side.losses.append(loss)
     return loss

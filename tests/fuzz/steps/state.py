@@ -41,7 +41,7 @@ def save(side: Side, kind: str, optimizer: bool) -> None:
     side.kept["state"] = kind, side.model, side.optimizer, state
 
 
-@step(4, assign=(False, False, False, True), alike=(True,) * 5 + (False,))
+@step(4, assign=(False,) * 6 + (True,), alike=(True,) * 9 + (False,))
 def load(side: Side, assign: bool, alike: bool) -> None:
     """Load what was saved, or else a model that was trained elsewhere, of which ranks may have another one each."""
     kind, model, optimizer, state = side.kept.get("state", (None,) * 4)
