@@ -165,7 +165,7 @@ SPEEDS = {
     "b200": (2250e12, 1125e12, 8e12, 900e9, 50e9, 8),
     "gb200": (2500e12, 1250e12, 8e12, 900e9, 50e9, 72),
 }
-# Parts of the peaks that kernels reach: assumptions, which no GPU has confirmed here.
+# Parts of the peaks that kernels reach: assumptions. docs/guide/doctor.md has what one GPU measured.
 EFFICIENCY = {"matmul": 0.7, "attention": 0.5, "memory": 0.8}
 
 
