@@ -161,14 +161,16 @@ def _rank(arguments: list[str], rank: int, ranks: int, port: int, folder: str, e
     log = open(Path(folder, f"{rank}.log"), "w", buffering=1)  # noqa: SIM115 - open until the process ends
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
+    if torch.cuda.is_available() and torch.cuda.device_count() < ranks:
+        # Ranks share a device, for which NCCL has to take them for separate hosts.
+        environment |= {"LOCAL_RANK": "0", "NCCL_HOSTID": f"rank{rank}", "NCCL_SOCKET_IFNAME": "lo"}
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(ranks),
-        LOCAL_RANK=str(rank),
         LOCAL_WORLD_SIZE=str(ranks),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
-        **environment,
+        **{"LOCAL_RANK": str(rank), **environment},
     )
     sys.path.insert(0, str(ROOT))
     # As in a script: Megatron gives the processes of its data loader a local function, which cannot be pickled.

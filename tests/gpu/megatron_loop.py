@@ -34,7 +34,7 @@ OURS = """--use-megatron-fsdp --ckpt-format fsdp_dtensor --overlap-grad-reduce -
 UNFUSED = ["--no-gradient-accumulation-fusion"]
 # Needed where neither Transformer Engine nor Apex is installed.
 WITHOUT_ENGINE = ["--no-persist-layer-norm", "--no-masked-softmax-fusion"]
-SAVED, RESUMED = "ours, saved", "ours, resumed"
+SAVED, RESUMED, TWO_RANKS = "ours, saved", "ours, resumed", "ours, two ranks"
 PRECISION_AWARE = ["--use-precision-aware-optimizer", "--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16"]
 ENGINE = ("transformer_engine",)
 FP8 = ("delayed", "tensorwise", "blockwise")
@@ -43,6 +43,8 @@ RUNS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "DDP": ([*DDP, *UNFUSED], ()),
     "the original": ([*OURS, *UNFUSED, "--fsdp-implementation", "megatron-core"], ("einops",)),
     "ours": ([*OURS, *UNFUSED], ()),
+    # With half of the batch for each.
+    TWO_RANKS: ([*OURS, *UNFUSED], ()),
     "ours, gradient fusion": (OURS, (*ENGINE, "fused_weight_gradient_mlp_cuda")),
     "ours, precision-aware optimizer": ([*OURS, *UNFUSED, *PRECISION_AWARE], ENGINE),
     **{
@@ -77,7 +79,7 @@ def compare(setup: Setup) -> Verdict:
                 figures[name] = {"not run": "no time was left"}
             else:
                 more = _checkpoint(setup, Path(folder), name) if name in (SAVED, RESUMED) else ["--no-save-optim"]
-                figures[name] = _run([*base, *flags, *more], end - time.monotonic())
+                figures[name] = _run([*base, *flags, *more], end - time.monotonic(), 1 + (name == TWO_RANKS))
             print(name, figures[name], flush=True)
 
         # What is resumed has been saved before.
@@ -162,11 +164,11 @@ def _checkpoint(setup: Setup, folder: Path, name: str) -> list[str]:
     return ["--save", str(where), "--save-interval", str(half)]
 
 
-def _run(arguments: list[str], seconds: float) -> dict[str, Any]:
+def _run(arguments: list[str], seconds: float, ranks: int = 1) -> dict[str, Any]:
     from scripts.real_loop import RunFailure, run
 
     try:
-        finished = run(arguments, 1, timeout=seconds)
+        finished = run(arguments, ranks, timeout=seconds)
     except RunFailure as failure:
         return {"error": str(failure)[-2000:]}
     times = [float(value) for number, value in TIME.findall(finished.log) if int(number) > WARM_UP]
