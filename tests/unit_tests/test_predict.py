@@ -15,6 +15,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import tests.unit_tests.test_memory as measured_memory
+from benchmarks import model
+from benchmarks.suite.gpu import MODELS
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.module import ShardedModel
 from megatron.fsdp.optim.hooks import attach_optimizer
@@ -118,6 +120,30 @@ def test_memory_of_a_step(strategy: int, kind: str, tmp_path: Path) -> None:
     peak, resting = call_counted(build(tmp_path), "tests.unit_tests.test_predict:measure", *arguments)
     assert predicted.peak.total == pytest.approx(peak, rel=0.03)
     assert predicted.timeline[-1].total == pytest.approx(resting, rel=0.03)
+
+
+# On an NVIDIA H200 with torch 2.11, 2026-11-26: MiB at the peak, and milliseconds, of which one of 8 fake ranks spends
+# none on communication.
+MEASURED = {("1 B", 1): (20703.4, 102.3), ("8 B, 4 layers", 8): (6961.6, 55.0)}
+
+
+@pytest.mark.parametrize(("name", "ranks"), MEASURED)
+def test_a_step_that_a_gpu_has_measured(name: str, ranks: int) -> None:
+    policy = MixedPrecisionPolicy(main_params_dtype=torch.float32, main_grads_dtype=torch.float32)
+    predicted = predict(
+        lambda: model.build_model(MODELS[name], True).bfloat16(),
+        lambda: model.batch(32_000, 4096, 0, 0),
+        config=FSDPConfig(3, mixed_precision_policy=policy),
+        units=[model.Block],
+        ranks=Topology(ranks),
+        device=plan.cluster_of("h200").device,
+        link=Link("none", 1e18, 0.0),
+        optimizer=torch.optim.AdamW,
+        loss=model.loss_of,
+    )
+    mebibytes, milliseconds = MEASURED[name, ranks]
+    assert predicted.peak.total / 2**20 == pytest.approx(mebibytes, rel=0.02)
+    assert 1e3 * predicted.step_seconds == pytest.approx(milliseconds, rel=0.1)
 
 
 def _simulated(program: list[Any], device: Device = CPU, per_host: int = 1) -> Simulation:

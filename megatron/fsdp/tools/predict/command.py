@@ -137,7 +137,6 @@ class _Run:
                 (modules["fsdp.mcore.initialization"], "record", lambda build, _: build()),
                 (dist, "new_group", own_groups(dist.new_group)),
                 (dist, "all_gather_object", _gather_as_neighbours),
-                (nn.functional, "rms_norm", _norm),
                 (attention, "forward", self._attending(attention.forward)),
             )
             for owner, name, value in replacements:
@@ -356,11 +355,6 @@ class _Attention(torch.autograd.Function):
 def _cost(flops: int, *tensors: torch.Tensor) -> Cost:
     dtype = str(tensors[0].dtype).removeprefix("torch.")
     return Cost("attention", "attention", dtype, flops, sum(tensor.nbytes for tensor in tensors))
-
-
-def _norm(x: torch.Tensor, shape: Any, weight: Any = None, eps: float | None = None) -> torch.Tensor:
-    """A norm in one operator, which keeps its input only."""
-    return nn.functional.layer_norm(x, shape, weight, None, eps or 1e-6)
 
 
 def _gather_as_neighbours(results: list[Any], value: Any, group: dist.ProcessGroup | None = None) -> None:
