@@ -138,7 +138,7 @@ def test_a_step_that_a_gpu_has_measured(name: str, ranks: int) -> None:
         ranks=Topology(ranks),
         device=plan.cluster_of("h200").device,
         link=Link("none", 1e18, 0.0),
-        optimizer=torch.optim.AdamW,
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, foreach=True),
         loss=model.loss_of,
     )
     mebibytes, milliseconds = MEASURED[name, ranks]

@@ -250,8 +250,9 @@ class Ghosts(TorchDispatchMode):
         count: Any = _ATTENTION.get(packet) or flop_counter.flop_registry.get(packet)
         flops = 0 if count is None else int(count(*args, **kwargs, out_val=result))
         read = given[1:] if packet in _GATHERING else given
-        # In place operators return what they have been given. Expanded tensors are read once.
-        size = sum(min(t.nbytes, t.untyped_storage().nbytes()) for t in (*read, *(made or given[:1])))
+        # Operators in place write their first argument, a tensor or a list. Expanded tensors are read once.
+        written = made or [leaf for leaf in tree_leaves(args[:1]) if isinstance(leaf, torch.Tensor)]
+        size = sum(min(t.nbytes, t.untyped_storage().nbytes()) for t in (*read, *written))
         name = packet.__name__
         kind = "memory" if count is None else "attention" if "attention" in name else "matmul"
         dtypes = [t.dtype for t in (*given, *made) if t.dtype.is_floating_point]
