@@ -281,7 +281,7 @@ def test_ranks_that_use_other_units_register_and_use_the_same_windows(ranks: Ran
 def _unequal_experts() -> tuple[list[Event], bool]:
     warned: list[str] = []
     logger = logging.getLogger("megatron.fsdp.runtime.registration")
-    with patch.object(logger, "warning", lambda message: warned.append(message)), Recorder().installed() as recorder:
+    with patch.object(logger, "warning", lambda *said: warned.append(said)), Recorder().installed() as recorder:
         model = _sharded(Model(12 + dist.get_rank() % 2), _index(False))
         _step(model)
         del model
