@@ -74,7 +74,7 @@ class FusedAdam(torch.optim.Optimizer):
         data = torch.zeros_like(local, dtype=self.dtypes[name])
         self.state[parameter][name] = self._wrapped(data, parameter)
         if self.dtypes[name] != torch.float32:
-            self._scales.setdefault(parameter, {})[name] = torch.ones(1)
+            self._scales.setdefault(parameter, {})[name] = torch.ones(1, device=parameter.device)
 
     @staticmethod
     def _wrapped(data: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

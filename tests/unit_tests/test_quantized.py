@@ -211,7 +211,7 @@ def _counts(kind: str) -> None:
     model, optimizer = sharded_model(kind, quantized_model())
     data = batches(3, dist.get_world_size())
     groups = 0 if kind == "no_shard" else 1
-    for step in data:
+    for number, step in enumerate(data):
         with patch.object(quantizing, "all_reduce", wraps=quantizing.all_reduce) as reduced:
             with model.no_sync():
                 loss_of(model, step[dist.get_rank()]).backward()
@@ -220,7 +220,9 @@ def _counts(kind: str) -> None:
                 loss_of(model, step[0])
             optimizer.step()
             optimizer.zero_grad()
-        assert len({call.args[2] for call in reduced.call_args_list}) == reduced.call_count == groups
+        assert len({call.args[2] for call in reduced.call_args_list}) == reduced.call_count
+        # On a CPU at the end of a step; on a GPU before the next one.
+        assert reduced.call_count == (0 if DEVICE == "cuda" and number == 0 else groups)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -51,7 +51,7 @@ def _ragged(case: str, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor
 
 def _same(found: Any, expected: Any) -> None:
     assert isinstance(found, DTensor)
-    found = found.full_tensor()
+    found = found.full_tensor().to(expected.device)  # the full tensor is on the mesh's device
     assert found.dtype == expected.dtype and found.shape == expected.shape
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6, equal_nan=True)
 
@@ -122,12 +122,12 @@ def _operations(case: str) -> None:
     assert torch.allclose(ragged, ragged * (1 + 1e-9))
     # A mask or weights of the full shape, also without memory of their own.
     _same(ragged * whole, whole * whole)
-    _same(ragged + torch.ones(()).expand(whole.shape), whole + 1)
+    _same(ragged + torch.ones((), device=device()).expand(whole.shape), whole + 1)
     # Results into given tensors: all elements into a plain one, and shards into one with the same layout.
     along_all = tuple(range(whole.dim()))
     for function in (torch.exp, torch.amax, lambda t, out: torch.sum(t, along_all, out=out)):
-        expected = function(whole, out=torch.empty(0))
-        assert torch.equal(function(ragged, out=torch.empty(0)), expected)
+        expected = function(whole, out=whole.new_empty(0))
+        assert torch.equal(function(ragged, out=whole.new_empty(0)), expected)
     target = torch.zeros_like(ragged)
     assert torch.add(ragged, 1, out=target) is target
     _same(target, whole + 1)
