@@ -43,6 +43,7 @@ class Side:
         old: Parameters listed before the model was sharded.
         kept: What steps leave for later ones: states, averages, handles of hooks.
         copied: Whether a loss was computed with a copy of the weights.
+        uneven: Whether ranks have run different blocks.
     """
 
     plain = True

@@ -62,10 +62,10 @@ def over_nccl(setup: Setup) -> Verdict:
     backend = "nccl" if setup.on_cuda else "gloo"
     names = [name for name in VARIANTS if setup.on_cuda or name not in NEEDS_NCCL]
     problems, done = [], 0
-    with _pool(backend, setup.seconds / 4) as over_nccl, _pool("gloo", setup.seconds / 4) as over_gloo:
+    with _pool(backend, setup.seconds / 4) as tested, _pool("gloo", setup.seconds / 4) as reference:
         for ranks, name in itertools.product((2,) if setup.dry_run else (2, 4), names):
             try:
-                _compare(ranks, name, over_nccl, over_gloo)
+                _compare(ranks, name, tested, reference)
             except (AssertionError, RankFailure) as error:
                 problems.append(f"{ranks} ranks, {name}: {str(error)[-1000:]}")
             done += 1
@@ -73,10 +73,10 @@ def over_nccl(setup: Setup) -> Verdict:
     return judge(problems, f"{done} cases train as over gloo", {"cases": done})
 
 
-def _compare(ranks: int, name: str, over_nccl: RankPool, over_gloo: RankPool) -> None:
-    found = over_nccl.run(ranks, _trained, name)[0]
+def _compare(ranks: int, name: str, tested: RankPool, reference: RankPool) -> None:
+    found = tested.run(ranks, _trained, name)[0]
     # Over gloo, the options of NCCL change nothing that they should change over NCCL.
-    expected = over_gloo.run(ranks, _trained, PLAIN.get(name, name))[0]
+    expected = reference.run(ranks, _trained, PLAIN.get(name, name))[0]
     bound = 0.0 if ranks == 2 else 1e-5
     torch.testing.assert_close(found, expected, rtol=bound, atol=bound)
 

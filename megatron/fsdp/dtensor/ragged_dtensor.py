@@ -54,11 +54,16 @@ from megatron.fsdp.dtensor.unsupported import (
 )
 
 
+def has_ragged(*values: Any) -> bool:
+    """Whether a :class:`RaggedDTensor` is among values or in their lists, tuples and dictionaries."""
+    return any(isinstance(value, RaggedDTensor) for value in tree_flatten(values)[0])
+
+
 class _Dispatching(TorchDispatchMode):
     """Dispatches operations to this module where torch would apply its rules to every DTensor."""
 
     def __torch_dispatch__(self, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict | None = None) -> Any:
-        if any(isinstance(value, RaggedDTensor) for value in tree_flatten((args, kwargs))[0]):
+        if has_ragged(args, kwargs):
             return _dispatch(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.utils._pytree import tree_flatten
 
 from megatron.fsdp.dtensor.gathering import reduce_over
 from megatron.fsdp.dtensor.placements import (
@@ -23,7 +22,7 @@ from megatron.fsdp.dtensor.placements import (
     spanning_mesh,
     spec_like,
 )
-from megatron.fsdp.dtensor.ragged_dtensor import RaggedDTensor, local_shard, replicated
+from megatron.fsdp.dtensor.ragged_dtensor import RaggedDTensor, has_ragged, local_shard, replicated
 from megatron.fsdp.helpers import patches
 from megatron.fsdp.helpers.patches import Kind, Patch, Patches
 
@@ -125,7 +124,7 @@ def dispatch_in_backward(
     original: Callable[..., Any], dispatcher: Any, op_call: Any, args: tuple, kwargs: dict, *more: Any
 ) -> Any:
     """Run an operation on the shards of a :class:`RaggedDTensor`; PyTorch returns what is no sharding as it is."""
-    if any(isinstance(value, RaggedDTensor) for value in tree_flatten((args, kwargs))[0]):
+    if has_ragged(args, kwargs):
         return RaggedDTensor.__torch_dispatch__(op_call, (), args, kwargs)
     return original(dispatcher, op_call, args, kwargs, *more)
 
