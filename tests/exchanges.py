@@ -1,5 +1,6 @@
 """The two ways to exchange flat buffers: gloo's sends and receives, and the collectives that NCCL runs."""
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -8,6 +9,7 @@ from unittest.mock import patch
 import pytest
 
 from megatron.fsdp.comm import collectives
+from megatron.fsdp.comm.streams import CpuStream, Handle, Task
 
 SENDS, COLLECTIVES = "sends", "collectives"
 
@@ -49,6 +51,25 @@ def seen(name: str) -> Iterator[list[tuple[Any, ...]]]:
 
     with wrapped(**{name: recording}):
         yield calls
+
+
+@contextmanager
+def delayed(pause: Callable[[], float]) -> Iterator[None]:
+    """Context in which tasks of streams on the CPU begin and end late, by the seconds that ``pause`` returns."""
+    run = CpuStream.run
+
+    def run_late(self: CpuStream, task: Task) -> Handle:
+        seconds = pause()
+
+        def late() -> None:
+            time.sleep(seconds)
+            task()
+            time.sleep(seconds / 2)
+
+        return run(self, late)
+
+    with patch.object(CpuStream, "run", run_late):
+        yield
 
 
 def _shards_nothing(strategy: Any) -> bool:

@@ -1,5 +1,6 @@
 """A program: a setting and steps. They are chosen at random, print as Python, and run on the ranks of a group."""
 
+import contextlib
 import faulthandler
 import gc
 import importlib
@@ -19,6 +20,8 @@ from torch.distributed.checkpoint import CheckpointException
 from megatron.fsdp.comm import gloo
 from megatron.fsdp.comm.streams import CollectiveMismatch, raise_if_ranks_disagree
 from megatron.fsdp.dtensor.torch_patches import TORCH
+
+from tests.exchanges import delayed
 
 from .network import CHOICES as FEATURES
 from .network import Features
@@ -94,7 +97,7 @@ def run_in(project: str, *arguments: Any) -> list[Verdict]:
     if project and sys.path[0] != project:
         sys.path.insert(0, project)
         for name in list(sys.modules):
-            if name.startswith("tests.fuzz") or name.split(".")[0] in ("megatron", "megatron_fsdp"):
+            if name.startswith(("tests.fuzz", "tests.exchanges")) or name.split(".")[0] in ("megatron", "megatron_fsdp"):
                 del sys.modules[name]
     verdicts: list[Verdict] = importlib.import_module("tests.fuzz.program").run(*arguments)
     return verdicts
@@ -119,7 +122,9 @@ def run(batch: list[Program], torchs: bool, folder: Path, seconds: int) -> list[
         faulthandler.dump_traceback_later(seconds - 2, file=trace)
         if program.setting.mesh not in places:
             places[program.setting.mesh] = meshes(program.setting)
-        mine = _run(program, places[program.setting.mesh], torchs)
+        late = program.setting.slow in ("all", *(["first"] if dist.get_rank() == 0 else []))
+        with delayed(lambda: 0.004) if late else contextlib.nullcontext():
+            mine = _run(program, places[program.setting.mesh], torchs)
         try:
             raise_if_ranks_disagree()
         except CollectiveMismatch as error:

@@ -211,6 +211,12 @@ REMEDIES = [
         ("forward", "backward", "regularized", "optimize"),
     ),
     Remedy(
+        "units that others run are gathered first",
+        "runtime/schedule.py",
+        "            self._has_skipped = True",
+        "            pass",
+    ),
+    Remedy(
         "earlier .data stays",
         "dtensor/ragged_dtensor.py",
         "        local.data = kept\n",

@@ -42,6 +42,7 @@ class Setting(NamedTuple):
     start: str = "same"  # "own": every rank builds another model
     replicated: bool = False  # a block's first layer is full on every rank
     within: bool = False  # pairs of ranks hold weights between forward and backward
+    slow: str = "no"  # communication begins late on all ranks, or on the first one
     watch: bool = False  # compare all state after every step, not only in the end, though that synchronizes
     features: Features = Features()
 
@@ -103,6 +104,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "start": ("same",) * 5 + ("own",),
     "replicated": (False, False, True),
     "within": (False, True),
+    "slow": ("no", "no", "no", "first", "all"),
     "watch": (False, True),
 }
 

@@ -90,7 +90,7 @@ class Engine:
         self.is_last_microbatch = True
         self.microbatch_count = 0
         self.has_pending_gradients = False
-        self.schedule = Schedule(units, config, context.exchange, self._reduces_now, self._backward_ended)
+        self.schedule = Schedule(units, config, context, self._reduces_now, self._backward_ended)
         # Which parameters take gradients, as of the last synchronization.
         self._trained = [param.trained for group in self.groups if group.requires_grad for param in group.params]
         if runs_ahead(self.device):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from megatron.fsdp.buffers.weights import PlaneSet
+from megatron.fsdp.comm.context import CommContext
 from megatron.fsdp.comm.streams import is_capturing
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.helpers.weak import weak_method
@@ -27,7 +28,7 @@ class Schedule:
     Args:
         units: All units; the root first, then in the order of registration.
         config: Settings of the model; the limits of the communication in flight.
-        exchange: Gathers a list of integers from every rank.
+        context: Has the streams, and gathers a list of integers from every rank.
         reduces_now: A method that says whether gradients that are not sharded are reduced in this backward.
         on_backward_end: A method to call when a backward has ended. Both are referred to weakly: the engine owns this.
 
@@ -44,21 +45,21 @@ class Schedule:
         self,
         units: list[Unit],
         config: FSDPConfig,
-        exchange: Callable[[list[int]], list[list[int]]],
+        context: CommContext,
         reduces_now: Callable[[], bool],
         on_backward_end: Callable[[], None],
     ) -> None:
         self.units = units
-        self._config = config
+        self._config, self._context = config, context
         self._prefetches = config.overlap_param_gather and config.max_unsharded_units > 1
-        self.plans = Plans(units, config.max_unsharded_units - 1 if self._prefetches else 0, exchange)
+        self.plans = Plans(units, config.max_unsharded_units - 1 if self._prefetches else 0, context.exchange)
         self.passes = Pass()
         self.reducing: deque[Unit] = deque()
         # Units whose reduction waits for the end of backward, because ranks may not run it at the same place.
         self._late: list[int] = []
         self._reducing_shards: deque[Unit] = deque()
         self.refresh_weights = config.cuda_graph_mode
-        self._keeps = False
+        self._keeps = self._has_skipped = False
         self.in_callers_forward = False
         self.groups = [group for unit in units for group in unit.groups]
         self._weights = [group.weights for group in self.groups]
@@ -217,6 +218,7 @@ class Schedule:
                 continue
             unit.reshard()
         self._issue_skipped(self.plans.backward, self.plans.backward.finish())
+        self._join_skipped()
         # If no input of a unit needs gradients, no hook runs at the end of its backward, so it is reduced here.
         for unit in reversed(self.units):
             if unit.trainable and (unit.has_gradients() or (unit.took_part and not unit.reduced)):
@@ -269,6 +271,7 @@ class Schedule:
             for each in self.units if not self._keeps else ():
                 if each.state is WeightState.UNSHARDED:
                     each.reshard()  # as on the ranks that have run it
+            self._join_skipped()
         if unit.state is not WeightState.FORWARD:
             return False
         grad = torch.is_grad_enabled()
@@ -476,6 +479,7 @@ class Schedule:
                 self._reshard_kept()  # kept for ranks that run it
             if plan.requested[index].kind is OpKind.REDUCE or unit.state is not WeightState.UNSHARDING:
                 continue
+            self._has_skipped = True
             in_forward = plan is self.plans.forward and self._keeps
             later = plan is self.plans.backward and unit.ran and not self.plans.recording
             later = later and plan.requested[index] not in plan.requested[index + 1 :]
@@ -487,6 +491,12 @@ class Schedule:
                 self.passes.kept = unit
             else:
                 unit.let_go(plan.direction, keep=in_forward)
+
+    def _join_skipped(self) -> None:
+        """Wait for unshards that only other ranks use: what this rank writes to main weights next is not for them."""
+        if self._has_skipped:
+            self._has_skipped = False
+            self._context.join_unshards()
 
     def _issue_until(self, plan: Plan, index: int) -> None:
         """Issue operations in the order of the plan, up to the one at ``index`` in ``plan.requested``."""
