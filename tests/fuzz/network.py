@@ -20,6 +20,7 @@ class Features(NamedTuple):
     dropout: bool = False
     batchnorm: bool = False
     returns: str = "tensor"  # "object": blocks return an object of a class of their own
+    forces: str = "no"  # the forward adds gradients of its results, which are a part of the "graph" or not
     embedded: bool = False  # a unit sees the batch before each block, as the embedding of later tokens does
 
 
@@ -32,6 +33,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "batchnorm": (False, False, True),
     "returns": ("tensor", "tensor", "object"),
     "embedded": (False, False, True),
+    "forces": ("no", "no", "detached", "graph"),
 }
 
 
@@ -120,6 +122,8 @@ class Net(nn.Module):
             self.blocks[1].up.weight = self.blocks[0].up.weight
 
     def forward(self, x: torch.Tensor, order: tuple[int, ...] = (0, 1)) -> torch.Tensor:
+        forces = self.features.forces != "no" and torch.is_grad_enabled()
+        x = x.detach().requires_grad_() if forces else x
         batch, x = x, self.batchnorm(self.odd(self.inp(x)))
         for index in order:
             block = self.blocks[index]
@@ -128,4 +132,8 @@ class Net(nn.Module):
                 x = value_of(checkpoint(block, x, use_reentrant=self.features.reentrant))
             else:
                 x = value_of(block(x))
-        return self.head(x)
+        result = self.head(x)
+        if forces:
+            (force,) = torch.autograd.grad(result.pow(2).mean(), batch, create_graph=self.features.forces == "graph")
+            result = result + self.inp(force)
+        return result

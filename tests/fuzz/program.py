@@ -20,7 +20,6 @@ from torch.distributed.checkpoint import CheckpointException
 from megatron.fsdp.comm import gloo
 from megatron.fsdp.comm.streams import CollectiveMismatch, raise_if_ranks_disagree
 from megatron.fsdp.dtensor.torch_patches import TORCH
-
 from tests.exchanges import delayed
 
 from .network import CHOICES as FEATURES
@@ -97,7 +96,8 @@ def run_in(project: str, *arguments: Any) -> list[Verdict]:
     if project and sys.path[0] != project:
         sys.path.insert(0, project)
         for name in list(sys.modules):
-            if name.startswith(("tests.fuzz", "tests.exchanges")) or name.split(".")[0] in ("megatron", "megatron_fsdp"):
+            parts = name.split(".")
+            if parts[0] in ("megatron", "megatron_fsdp") or parts[:2] in (["tests", "fuzz"], ["tests", "exchanges"]):
                 del sys.modules[name]
     verdicts: list[Verdict] = importlib.import_module("tests.fuzz.program").run(*arguments)
     return verdicts

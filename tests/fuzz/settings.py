@@ -70,7 +70,7 @@ class Setting(NamedTuple):
             changes |= {"precision": "bf16" if self.precision == "main" else self.precision}
             changes |= {"units": "block" if self.units == "none" else self.units}
         # torch adds DTensors of the tensor-parallel axis and plain tensors in no reduction, so all weights are simple.
-        odd = self.features._replace(tied="no", odd="no", dropout=False) if tp else self.features
+        odd = self.features._replace(tied="no", odd="no", dropout=False, forces="no") if tp else self.features
         if odd.checkpoint == "around" and odd.reentrant:
             # Autograd does not see an object that such a checkpoint returns.
             odd = odd._replace(returns="tensor")
@@ -78,7 +78,7 @@ class Setting(NamedTuple):
             changes |= {"precision": "fp64"}
         elif self.precision != "fp64":
             # The gradient of a bias before a BatchNorm is a rounding error.
-            odd = odd._replace(batchnorm=False)
+            odd = odd._replace(batchnorm=False, forces="no")
             changes |= {"optimizer": "sgd"} if self.mixed else {}
         changes |= {"features": odd}
         pairs = self.ranks == 4 and not many and self.strategy == 3 and self.units != "none"

@@ -275,11 +275,14 @@ class ShardedParameter:
 
     # Hooks -----------------------------------------------------------------------------------------------------
 
-    def take_hooks(self) -> None:
+    def take_hooks(self, counts_writes: bool) -> None:
         """Move gradient hooks from the parameter to the main weight.
 
         Autograd would call them with unreduced gradients. Handles that users hold still remove them. Later hooks must
         be registered with the main weight: registering them with the parameter raises an error.
+
+        Args:
+            counts_writes: What a forward writes through ``.data`` counts as written, because an unshard undoes it.
         """
         for kind, register in (
             ("_backward_hooks", nn.Parameter.register_hook),
@@ -290,6 +293,8 @@ class ShardedParameter:
                 hooks[key] = _no_hook
                 with _requiring_grad(self.main):
                     register(self.main, functools.partial(_if_kept, hooks, key, hook))
+        if type(self.compute) is nn.Parameter and storage_of(self.compute) is None:
+            self.compute.__class__ = _CountingParameter if counts_writes else _ComputeParameter
         self.compute.register_hook = weak_method(self._register_hook)  # type: ignore[method-assign]
         self.compute.register_post_accumulate_grad_hook = weak_method(self._refuse_hook)  # type: ignore[method-assign]
         if self.original.requires_grad and self.original is not self.compute:
@@ -513,6 +518,29 @@ class _EarlierParameter(_Earlier, nn.Parameter):  # type: ignore[misc]
 
 class _EarlierDTensor(_Earlier, DTensor):  # type: ignore[misc]
     pass
+
+
+class _ComputeParameter(nn.Parameter):
+    """A compute weight: ``.data = x`` writes its elements, because its memory is the engine's."""
+
+    _counts_writes = False
+
+    @property  # type: ignore[misc]
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        return self.detach() if self._counts_writes else _DATA.__get__(self)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        self.data.copy_(value)
+
+
+class _CountingParameter(_ComputeParameter):
+    """Its version counts what is written through ``.data``, because the next unshard undoes that."""
+
+    _counts_writes = True
+
+
+_DATA: Any = torch.Tensor.data
 
 
 def _present(earlier: Any) -> nn.Parameter:

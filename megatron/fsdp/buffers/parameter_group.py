@@ -162,7 +162,7 @@ class ParameterGroup:
             for name, value in vars(param.compute).items():
                 if not callable(value) and name not in stored:
                     setattr(param.main, name, value)
-            param.take_hooks()
+            param.take_hooks(self.weights.temporary or self.weights.main_is_apart)
             param.watch_reads(functools.partial(weak_method(self._add_read), i))
 
     def quantize_with(self, batch: QuantizationBatch) -> None:

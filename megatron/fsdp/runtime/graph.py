@@ -4,6 +4,7 @@ import dataclasses
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -120,7 +121,8 @@ def run_backward(original: Callable[..., Any], outputs: Sequence[Any], *args: An
 
     handles = [node.register_prehook(enter) for node, _ in edges if entered and node is not None]
     try:
-        gradients = original(outputs, *args, **kwargs)
+        with _in_forwards():
+            gradients = original(outputs, *args, **kwargs)
         if args[2]:  # create_graph
             _mark_gradients(gradients, passed)
         return gradients
@@ -134,6 +136,19 @@ def run_backward(original: Callable[..., Any], outputs: Sequence[Any], *args: An
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def _in_forwards() -> Iterator[None]:
+    """Context of a backward: models whose forward runs meanwhile unshard units for it as for their forward."""
+    schedules = [] if in_backward() else list(_listening)
+    for schedule in schedules:
+        schedule.begin_inner_backward()
+    try:
+        yield
+    finally:
+        for schedule in schedules:
+            schedule.end_inner_backward()
 
 
 _MODIFIED = (

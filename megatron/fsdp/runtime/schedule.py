@@ -60,6 +60,8 @@ class Schedule:
         self._reducing_shards: deque[Unit] = deque()
         self.refresh_weights = config.cuda_graph_mode
         self._keeps = self._has_skipped = False
+        # Units whose weights a backward inside a forward uses: as that forward does, without reducing gradients.
+        self._inner: list[Unit] | None = None
         self.in_callers_forward = False
         self.groups = [group for unit in units for group in unit.groups]
         self._weights = [group.weights for group in self.groups]
@@ -243,6 +245,9 @@ class Schedule:
             self.reset()
         if unit.state is WeightState.HELD:
             return False
+        if self._inner is not None and unit in self._inner:  # a recomputation
+            unit.show(compute=True)
+            return False
         if unit.is_root and not self.passes.in_backward:
             self._begin_forward()
         elif self.units[0].state is not WeightState.FORWARD and not self.passes.in_backward:
@@ -263,7 +268,7 @@ class Schedule:
 
     def after_forward(self, unit: Unit) -> bool:
         """Handle the end of a module's forward. Returns whether to watch its outputs for the start of backward."""
-        if unit.state is WeightState.HELD:
+        if unit.state is WeightState.HELD or (self._inner is not None and unit in self._inner):
             return False
         forward = self.plans.forward
         if unit.is_root and not self.passes.in_backward:
@@ -276,7 +281,17 @@ class Schedule:
             return False
         grad = torch.is_grad_enabled()
         # Ranks that skip the unit keep it, too, and cannot know that it is checkpointed and has no graph yet.
-        keeps = grad if self.passes.in_backward else self._keeps
+        self._leave(unit, grad if self.passes.in_backward else self._keeps)
+        if self.units[0].state is not WeightState.FORWARD and not self.passes.in_backward:
+            # Outside of the model's forward its parameters are main weights, also those of units that stay unsharded:
+            # what users write to them must not be lost. A hook may have written since the end of the unit's forward.
+            for each in self.units:
+                each.check_not_written()
+            self.show_main()
+        return grad
+
+    def _leave(self, unit: Unit, keeps: bool) -> None:
+        """Reshard a unit that a forward has used, or keep it for the backward."""
         if keeps and unit.keeps_weights:
             unit.to(WeightState.UNSHARDED)
         elif keeps and (self.passes.in_backward or self._is_last(unit)):
@@ -285,13 +300,6 @@ class Schedule:
             self.passes.kept = unit
         else:
             unit.reshard(keep=self._keeps and not self.passes.in_backward)
-        if self.units[0].state is not WeightState.FORWARD and not self.passes.in_backward:
-            # Outside of the model's forward its parameters are main weights, also those of units that stay unsharded:
-            # what users write to them must not be lost. A hook may have written since the end of the unit's forward.
-            for each in self.units:
-                each.check_not_written()
-            self.show_main()
-        return grad
 
     def _is_last(self, unit: Unit) -> bool:
         """Whether a forward ends with this unit, and backward reads the same weights."""
@@ -306,6 +314,13 @@ class Schedule:
 
     def before_backward(self, unit: Unit) -> None:
         """Handle the gradient of an output: the unit's backward starts."""
+        if self._inner is not None:
+            if unit.state is not WeightState.FORWARD:
+                if self.passes.kept is unit:
+                    self.passes.kept = None
+                self._use(self.plans.forward, unit, WeightState.FORWARD)
+                self._inner.append(unit)
+            return
         self._begin_backward()
         unit.took_part = True
         if unit.state is WeightState.BACKWARD:
@@ -320,10 +335,28 @@ class Schedule:
             return
         for unit in sorted(units, key=lambda each: each.index, reverse=True):
             self.before_backward(unit)
-            unit.aside = self.plans.unusual = True
+            unit.aside = True
+            self.plans.unusual |= self._inner is None
+
+    def begin_inner_backward(self) -> None:
+        """Handle the start of a backward of autograd's: it may be one in a forward of this model, as for forces."""
+        if not self.passes.in_backward and any(unit.state is WeightState.FORWARD for unit in self.units):
+            self._inner = []
+
+    def end_inner_backward(self) -> None:
+        """Reshard the units that a backward in a forward has used."""
+        inner, self._inner = self._inner, None
+        for unit in inner or ():
+            unit.aside = False
+            self._leave(unit, self._keeps)
 
     def after_backward(self, unit: Unit) -> None:
         """Handle complete gradients of the inputs of one call: this call's backward has ended."""
+        if self._inner is not None:
+            if unit in self._inner and not unit.aside:
+                self._inner.remove(unit)
+                self._leave(unit, self._keeps)
+            return
         unit.calls_done += 1
         if unit.aside:
             return
@@ -412,6 +445,8 @@ class Schedule:
         self._unshard(plan, unit)
         if unit.is_directional and plan.direction is Direction.BACKWARD and state is WeightState.FORWARD:
             self._unshard_forward_only(unit)
+        if not self.passes.in_backward:
+            unit.follow_writes()
         unit.use(state, Direction.BACKWARD if state is WeightState.BACKWARD else Direction.FORWARD)
         self._prefetch(plan)
 

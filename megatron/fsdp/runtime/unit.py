@@ -204,6 +204,13 @@ class Unit:
         planes = [plane for group in self.groups for plane in group.weights.planes if direction in plane.directions]
         return not all(plane.is_current for plane in planes)
 
+    def follow_writes(self) -> None:
+        """Unshard again if the forward of another unit has written main weights since the unshard was started."""
+        if any([group.weights.version not in (None, group.weights.main._version) for group in self.groups]):
+            for group in self.groups:
+                group.weights.invalidate()
+            self.unshard()
+
     @property
     def slot_is_taken(self) -> bool:
         """True if another unit is unsharded in the slot that this unit needs."""

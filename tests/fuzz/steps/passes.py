@@ -99,6 +99,26 @@ def write_inside(side: Side, when: str, grad: bool) -> Any:
     return loss
 
 
+@step(2, how=("in place", "data", "data ="))
+def write_in_forward(side: Side, how: str) -> Any:
+    """The model's forward writes a weight of a block that runs later, as of a momentum encoder."""
+
+    def write(*unused: Any) -> None:
+        handle.remove()  # it may be called again, behind the block
+        weight = side.net.blocks[1].up.weight
+        with torch.no_grad():
+            if how == "data =":
+                weight.data = weight.data * 0.75
+            else:
+                (weight if how == "in place" else weight.data).mul_(0.75)
+
+    side.written(hidden=how != "in place")
+    handle = side.net.inp.register_forward_hook(write)
+    loss = side.loss(side.model(side.batch(1)))
+    side.losses.append(loss)
+    return loss
+
+
 @step(1)
 def kept_weight(side: Side) -> Any:
     """A weight that a hook has kept in the forward is read."""
