@@ -11,6 +11,7 @@ from torch import nn
 from megatron.fsdp.comm.collectives import AllGather, AllReduce, ReduceScatter
 from megatron.fsdp.comm.process_groups import require_process_group
 from megatron.fsdp.config import FSDPConfig
+from megatron.fsdp.dtensor.unsupported import NO_COPY
 from megatron.fsdp.helpers.arguments import check_type
 from megatron.fsdp.helpers.notes import add_note
 from megatron.fsdp.quantized.storage import KEEP_TRANSPOSE, storage_of
@@ -21,7 +22,6 @@ from megatron.fsdp.sharding.mesh import MeshIndex
 from megatron.fsdp.state.export import adapt_pretrained
 from megatron.fsdp.state.full_weights import BUCKET, Convert, Options, full_weights
 from megatron.fsdp.state.loading import (
-    NO_COPY,
     NO_PICKLE,
     hook_state_dict,
     ignored_parameters,

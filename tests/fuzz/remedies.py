@@ -217,6 +217,18 @@ REMEDIES = [
         "            pass",
     ),
     Remedy(
+        "a backward in a forward",
+        "runtime/schedule.py",
+        "            self._inner = []",
+        "            pass",
+    ),
+    Remedy(
+        "writes of a forward to later units",
+        "runtime/unit.py",
+        "if any([group.weights.version not in (None, group.weights.main._version) for",
+        "if any([False for",
+    ),
+    Remedy(
         "earlier .data stays",
         "dtensor/ragged_dtensor.py",
         "        local.data = kept\n",

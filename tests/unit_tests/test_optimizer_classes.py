@@ -380,3 +380,82 @@ def _never_attached(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_optimizers_are_attached_at_their_first_step(ranks: RankPool, strategy: str) -> None:
     ranks.run(2, _never_attached, strategy)
+
+
+class Custom(torch.optim.SGD):
+    """Descends by itself, and does something with its parameters that users do."""
+
+    how = ""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            if self.how == "sets .grad":
+                p.grad = p.grad * 0.5
+            rate = {"attribute": getattr(p, "rate", 0.0), "thawed": float(p.requires_grad)}.get(self.how, 1.0)
+            if self.how == "sets .data":
+                p.data = p.data - 0.1 * p.grad
+            else:
+                p.sub_(p.grad, alpha=0.1 * rate)
+            if self.how == "drops .grad":
+                p.grad = None
+        if self.how == "zero_grad":
+            self.zero_grad()
+
+
+CUSTOM = ["attribute", "thawed", "sets .data", "sets .grad", "drops .grad", "zero_grad"]
+
+
+def _built(how: str) -> tuple[nn.Module, Custom]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 4)).to(device())
+    net[0].requires_grad_(how != "thawed")
+    for number, parameter in enumerate(net.parameters()):
+        parameter.rate = 0.5 + number  # type: ignore[attr-defined]
+    optimizer = Custom(list(net.parameters()))
+    optimizer.how = how
+    return net, optimizer
+
+
+def _custom(how: str) -> None:
+    register_optimizer(Custom, "element")
+    (plain, reference), (net, own) = _built(how), _built(how)
+    model, optimizer = fully_shard(net, own, fsdp_unit_modules=[nn.Linear])
+    for step in range(3):
+        grads: list[Any] = []
+        for each, inner, updater in ((plain, plain, reference), (model, net, optimizer)):
+            inner[0].requires_grad_(step > 0 or how != "thawed")
+            each(torch.ones(2, 4, device=device())).pow(2).mean().backward()
+            updater.step()
+            gradients = [p.grad for p in each.parameters()]
+            grads.append([g.full_tensor() if hasattr(g, "full_tensor") else g for g in gradients])
+            if how not in ("drops .grad", "zero_grad"):
+                updater.zero_grad()
+        torch.testing.assert_close(grads[1], grads[0])
+    for mine, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.full_tensor(), wanted)
+
+
+@pytest.mark.parametrize("how", CUSTOM)
+def test_what_a_step_does_with_parameters_is_kept(ranks: RankPool, how: str) -> None:
+    ranks.run(2, _custom, how)
+
+
+KEPT: dict[str, Callable[[list[nn.Parameter]], Any]] = {
+    "a set": set,
+    "ids": lambda params: {id(p): 1.0 for p in params},
+    "copies": lambda params: [p.detach().clone() for p in params],
+}
+
+
+def _keeps(what: str) -> None:
+    register_optimizer(Custom, "element")
+    net, optimizer = _built("")
+    optimizer.kept = KEPT[what](list(net.parameters()))  # type: ignore[attr-defined]
+    with pytest.raises(NotImplementedError, match=r"Custom\.kept has parameters, their id\(\), or tensors"):
+        fully_shard(net, optimizer, fsdp_unit_modules=[nn.Linear])
+
+
+@pytest.mark.parametrize("what", KEPT)
+def test_parameters_that_an_optimizer_keeps_itself_raise(ranks: RankPool, what: str) -> None:
+    ranks.run(2, _keeps, what)

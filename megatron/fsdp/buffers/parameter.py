@@ -367,6 +367,8 @@ class ShardedParameter:
         grad, self.compute.grad = self.compute.grad, None
         if self.fused:
             grad = self._take_fused(grad)
+        if grad is not None and grad.requires_grad:
+            grad = grad.detach()  # of backward(create_graph=True): gradients of reduced gradients are not supported
         if grad is not None and grad.is_sparse:
             grad = grad.to_dense()
         if isinstance(grad, DTensor):
@@ -525,8 +527,8 @@ class _ComputeParameter(nn.Parameter):
 
     _counts_writes = False
 
-    @property  # type: ignore[misc]
-    def data(self) -> torch.Tensor:  # type: ignore[override]
+    @property
+    def data(self) -> torch.Tensor:
         return self.detach() if self._counts_writes else _DATA.__get__(self)
 
     @data.setter

@@ -43,6 +43,7 @@ from megatron.fsdp.dtensor.placements import (
 )
 from megatron.fsdp.dtensor.reductions import NeedsFullTensor, call, in_graph, norms, reduce_tensor, require_no_graph
 from megatron.fsdp.dtensor.unsupported import (
+    NO_COPY,
     NO_MEMORY,
     OWNER,
     SHARED_DATA,
@@ -175,6 +176,8 @@ class RaggedDTensor(InChunks, DTensor):
         return self._local_tensor
 
     def __deepcopy__(self, memo: dict) -> torch.Tensor:
+        if any(isinstance(each, nn.Module) for each in memo.values()):
+            raise NotImplementedError(NO_COPY)  # the copy of a module has no engine
         copied: torch.Tensor = RaggedDTensor(self._local_tensor.detach().clone(), self._spec, requires_grad=False)
         copied = nn.Parameter(copied, self.requires_grad) if isinstance(self, nn.Parameter) else copied
         memo[id(self)] = copied.requires_grad_(self.requires_grad)
@@ -441,8 +444,9 @@ def _elementwise(func: Any, args: tuple, kwargs: dict) -> Any:
     if not is_sharded(lead) and any(value.dim() > lead.dim() for value in plain):
         return _on_full(func, args, kwargs)
     if func in _ALIASES:
-        # The result shares the shard itself, and with it the counter of writes.
-        return RaggedDTensor(lead._local_tensor, lead._spec, requires_grad=False)
+        # The result shares the shard itself, and with it the counter of writes, which inference tensors lack.
+        with torch.inference_mode(False):
+            return RaggedDTensor(lead._local_tensor, lead._spec, requires_grad=False)
     if in_graph(flat) and any(_needs_full(func, value, lead) for value in flat):
         if in_place:
             raise Unsupported(func, "in a loss, it is supported in place only with tensors that are sharded alike")

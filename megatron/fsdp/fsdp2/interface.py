@@ -48,7 +48,7 @@ from megatron.fsdp.comm.backends import is_on_host
 from megatron.fsdp.comm.process_groups import require_process_group
 from megatron.fsdp.comm.streams import communication_stream
 from megatron.fsdp.config import parameter_set
-from megatron.fsdp.dtensor.unsupported import OWNER
+from megatron.fsdp.dtensor.unsupported import NO_COPY, OWNER
 from megatron.fsdp.fsdp2.custom_collectives import all_gather_by, reduce_scatter_by
 from megatron.fsdp.fsdp2.marked import (
     Mark,
@@ -66,7 +66,7 @@ from megatron.fsdp.runtime.structure import reject_conversion
 from megatron.fsdp.runtime.unit import Unit, WeightState
 from megatron.fsdp.sharding.layout import parse_granularity
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy as EnginePolicy
-from megatron.fsdp.state.loading import NO_COPY, NO_PICKLE, load
+from megatron.fsdp.state.loading import NO_PICKLE, load
 
 T = TypeVar("T", bound=nn.Module | list[nn.Module])
 

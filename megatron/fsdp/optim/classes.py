@@ -30,6 +30,9 @@ _known: dict[type, str] = {
     torch.optim.Adafactor: "parameter",
 }
 
+# Classes that users have registered.
+_registered: set[type] = set()
+
 # Classes of other packages are listed by full name, so that they need not be imported. The name of a package or module
 # stands for all of its classes.
 _FUSED = {
@@ -80,6 +83,7 @@ def register_optimizer(optimizer_class: type[torch.optim.Optimizer], looks_at: s
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
         raise ValueError(f"register_optimizer: expected a subclass of torch.optim.Optimizer; got {optimizer_class!r}.")
     _known[optimizer_class] = looks_at
+    _registered.add(optimizer_class)
 
 
 def skips_empty(optimizer: torch.optim.Optimizer) -> bool:
@@ -139,6 +143,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer, groups: Iterable[Parameter
     """
     kind = require_known(optimizer)
     held = {id(p) for options in optimizer.param_groups for p in options["params"]}
+    if not _registered.isdisjoint(type(optimizer).__mro__):
+        _require_no_copies(optimizer)
     of_optimizer = [
         (param, group.is_divided(i))
         for group in groups
@@ -172,6 +178,27 @@ def require_known(optimizer: torch.optim.Optimizer) -> str:
             "shard_granularity='tensor' or 'parameter'."
         )
     return kind
+
+
+def _require_no_copies(optimizer: torch.optim.Optimizer) -> None:
+    """Raise if a registered optimizer keeps parameters, their identities, or tensors like them, in its attributes."""
+    params = [p for options in optimizer.param_groups for p in options["params"]]
+    ids, shapes = {id(p) for p in params}, {p.shape for p in params if p.dim()}
+    for name, value in vars(optimizer).items():
+        items = [*value, *value.values()] if isinstance(value, dict) else value
+        if name in ("param_groups", "state") or not isinstance(items, (list, tuple, set)):
+            continue
+        for each in items:
+            if id(each) in ids or (isinstance(each, int) and each in ids) or _is_like(each, shapes):
+                raise NotImplementedError(
+                    f"{type(optimizer).__name__}.{name} has parameters, their id(), or tensors of their shapes. "
+                    "Expected them in self.state[p], and settings in param_groups or as attributes of p: in step(), a "
+                    "parameter is this rank's shard, and another object."
+                )
+
+
+def _is_like(value: object, shapes: set[torch.Size]) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape in shapes
 
 
 def _check_full(optimizer: torch.optim.Optimizer, kind: str, divided: list[str]) -> None:

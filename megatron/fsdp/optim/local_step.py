@@ -26,6 +26,21 @@ def closure_of(args: tuple, kwargs: dict) -> Callable[[], Any] | None:
     return args[1] if len(args) > 1 else kwargs.get("closure")
 
 
+class _Shown(nn.Parameter):
+    """A plain parameter that has the attributes of its main weight, such as ``lr_scale``."""
+
+    def __getattr__(self, name: str) -> Any:
+        marks = {} if name == "main" else marks_of(self.main)
+        if name not in marks:
+            raise AttributeError(name)
+        return marks[name]
+
+
+def marks_of(main: nn.Parameter) -> dict[str, Any]:
+    """The attributes that a user or a framework has set on a main weight."""
+    return {k: v for k, v in vars(main).items() if not k.startswith("_") and k != "decoupled_grad"}
+
+
 class LocalStep:
     """Shows an optimizer plain tensors instead of DTensors during its step.
 
@@ -37,6 +52,7 @@ class LocalStep:
         self._skips_empty = skips_empty(optimizer)
         self._dp_groups: dict[nn.Parameter, dist.ProcessGroup] = {}
         self._local: dict[nn.Parameter, nn.Parameter] = {}
+        self._given: dict[nn.Parameter, torch.Tensor | None] = {}
         self._dtensor_state: dict[nn.Parameter, dict[str, DTensor]] = {}
         # The parameter lists of the optimizer's param_groups while plain tensors replace them.
         self._replaced: list[list[nn.Parameter]] | None = None
@@ -99,9 +115,12 @@ class LocalStep:
             return main
         local = self._local.get(main)
         if local is None:
-            local = self._local[main] = nn.Parameter(local_shard(main), requires_grad=main.requires_grad)
+            local = self._local[main] = _Shown(local_shard(main)) if marks_of(main) else nn.Parameter(local_shard(main))
+            local.main = main  # type: ignore[attr-defined]
+        if local.requires_grad is not main.requires_grad:
+            local.requires_grad = main.requires_grad
         hidden = self._is_hidden(main)
-        local.grad = None if main.grad is None or hidden else local_shard(main.grad)
+        self._given[main] = local.grad = None if main.grad is None or hidden else local_shard(main.grad)
         decoupled = getattr(main, "decoupled_grad", None)
         if decoupled is not None and not hidden:
             local.decoupled_grad = local_shard(decoupled)  # type: ignore[attr-defined]
@@ -128,8 +147,13 @@ class LocalStep:
 
     def _globalize(self, optimizer: torch.optim.Optimizer, main: nn.Parameter) -> None:
         """Move the state of a plain parameter back to its main weight, as DTensors where it has the same shape."""
-        local = self._local[main]
+        local, shard, given = self._local[main], local_shard(main), self._given.pop(main)
+        if local.grad is not given:  # the step has set another, as ``p.grad = None`` does
+            main.grad = None if local.grad is None else make_like(local.grad, main)
         local.grad = None
+        if local.data_ptr() != shard.data_ptr():  # ``p.data = x``
+            shard.copy_(local.detach())
+            local.data = shard
         move_scales(optimizer, local, main)
         if hasattr(local, "decoupled_grad"):
             del local.decoupled_grad

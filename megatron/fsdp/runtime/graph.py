@@ -124,7 +124,7 @@ def run_backward(original: Callable[..., Any], outputs: Sequence[Any], *args: An
         with _in_forwards():
             gradients = original(outputs, *args, **kwargs)
         if args[2]:  # create_graph
-            _mark_gradients(gradients, passed)
+            _mark_gradients(gradients or (), passed)
         return gradients
     except BaseException as error:
         if "modified by an inplace operation" in str(error):

@@ -270,10 +270,6 @@ def _compare(engine: Engine, wanted: Mapping[str, Any], given: Mapping[str, Any]
     Agreement(index, dense, experts).wait(engine.context.channel)
 
 
-NO_COPY = (
-    "A sharded model cannot be copied. For averaged weights, copy its state: {name: value.clone() for name, value in "
-    "model.state_dict().items()}. For a second model, build and shard another one, and load this state into it."
-)
 NO_PICKLE = (
     "A sharded model cannot be pickled. Save its state with torch.distributed.checkpoint.save, or with "
     "torch.save(model.state_dict()) on every rank, which a run with the same number of ranks can load."
