@@ -14,8 +14,9 @@ done
 mkdir -p "$LOGS"
 GRACE=${GRACE:-600} # seconds from SIGTERM to the time limit: more than a step and a save
 if [[ ${#RENDEZVOUS[@]} == 0 && -z ${SLURM_JOB_ID:-} ]]; then
-  # Jobs of one folder wait for each other; other experiments have other names.
-  exec sbatch --job-name "$NAME" --nodes "$NODES" --ntasks-per-node 1 --exclusive --dependency singleton --requeue \
+  # Jobs of the same folders wait for each other; those of others have other names.
+  ID=$(cksum <<<"$LOGS $SAVE ${ARGUMENTS[*]:0:3}")
+  exec sbatch --job-name "$NAME-${ID%% *}" --nodes "$NODES" --ntasks-per-node 1 --exclusive --dependency singleton --requeue \
     --signal "TERM@$GRACE" --open-mode append --output "$LOGS/%j.log" --export ALL "${SBATCH[@]}" "${BASH_SOURCE[1]}" "$@"
 fi
 

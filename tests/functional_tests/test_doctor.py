@@ -145,6 +145,11 @@ MISTAKES: dict[str, tuple[list[str], int, tuple[str, ...]]] = {
         ("--no-check-for-nan-in-loss-and-grad should be set",),
     ),
     "fp4": ([*ON_GPU, *LOCAL, "--fp4-format", "e2m1"], 1, ("ERROR  ValueError: fp4: needs Transformer Engine",)),
+    "no mxfp8": (
+        [*ON_GPU, "--fp8-format", "hybrid", "--fp8-recipe", "mxfp8"],
+        1,
+        ("mxfp8: needs a GPU with compute capability 10.0 or higher; h100 has 9.0",),
+    ),
     "delayed": ([*ON_GPU, "--delay-wgrad-compute"], 1, ("overlap_moe_expert_parallel_comm must be enabled",)),
     "local": ([*ON_GPU, *LOCAL, "--delay-wgrad-compute"], 1, ("delay_wgrad_compute: needs Transformer Engine",)),
     "no fsdp": ([SCRIPT, "--num-layers", "2"], 1, ("does not contain --use-megatron-fsdp",)),
@@ -361,7 +366,7 @@ def test_the_exit_code_of_a_job_says_how_it_ended(
     assert (tmp_path / "code").read_text() == f"{code}\n"
     assert (tmp_path / "requeued").exists() is requeued
     options = (tmp_path / "options").read_text()
-    assert "--job-name out " in options and "--requeue --signal TERM@600 --open-mode append" in options
+    assert "--job-name out-" in options and "--requeue --signal TERM@600 --open-mode append" in options
 
 
 def test_missing_files_are_reported_before_the_job_is_queued(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ BUDGETS = {
     "megatron/fsdp/helpers": 340,
     "megatron/fsdp/init": 385,
     "megatron/fsdp/integrations": 520,
-    "megatron/fsdp/mcore": 2_595,
+    "megatron/fsdp/mcore": 2_615,
     "megatron/fsdp/mcore/cpu": 730,
     "megatron/fsdp/naming": 250,
     "megatron/fsdp/optim": 930,
@@ -42,10 +42,10 @@ BUDGETS = {
     "megatron/fsdp/runtime": 2_530,
     "megatron/fsdp/sharding": 710,
     "megatron/fsdp/state": 585,
-    "megatron/fsdp/tools": 3_240,
+    "megatron/fsdp/tools": 3_295,
     "megatron/fsdp/tools/predict": 1_460,
     "megatron_fsdp": 150,
-    "tests": 38_540,
+    "tests": 38_570,
 }
 
 # Phrases, as regular expressions, and the word that people of this field search for.

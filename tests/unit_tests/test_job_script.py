@@ -14,11 +14,17 @@ GOOD = """#!/usr/bin/env bash
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600
 srun --kill-on-bad-exit=1 torchrun --nproc-per-node 8 pretrain_gpt.py --train-iters 1000 --lr-warmup-iters 100 \\
     --save-interval 500 --exit-signal-handler --exit-duration-in-mins 1400
+read -r OUTCOME _ <out/outcome.txt
+[[ $OUTCOME != stopped ]] || scontrol requeue "$SLURM_JOB_ID"
 """
 EXAMPLES = ROOT / "examples" / "megatron_fsdp"
 # What is changed, and what is found then.
 CHANGES = {
     "no signal": (" --signal=TERM@600", "", "Add #SBATCH --signal"),
+    "only the batch shell": ("TERM@600", "B:TERM@600", "no signal to the ranks"),
+    "other signal": ("TERM@600", "USR1@600", "Slurm sends SIGUSR1, which nothing handles"),
+    "torchrun is in a hurry": ("TIMEOUT=600", "TIMEOUT=80", "ranks 80 s after SIGTERM. Set its time to 180"),
+    "stopped": ("scontrol", "echo", "nothing queues it again"),
     "no handler": ("--exit-signal-handler", "", "no handler"),
     "short grace": (
         "TERM@600",
@@ -30,7 +36,7 @@ CHANGES = {
     "warm-up": ("--train-iters 1000", "--train-iters 100", "--lr-warmup-iters 100 is not below 100.*Use 10"),
     "duration": ("mins 1400", "mins 1435", "ends after the signal at 1430 minutes.*Use at most 1429"),
     "no checkpoint": ("24:00:00", "8:00:00", "--exit-duration.*\n.*500 steps of 60 s.*Use --save-interval 120"),
-    "requeue": ("--requeue", "", "Add #SBATCH --requeue"),
+    "requeue": ("SBATCH --requeue", "SBATCH", "Add #SBATCH --requeue"),
     "log": ("--open-mode=append", "", "overwrites its log"),
     "other nodes": ("--kill-on-bad-exit=1", "", "other nodes wait"),
 }

@@ -50,8 +50,10 @@ def leaving_outcome() -> Iterator[None]:
         yield
     except BaseException as error:
         code = error.code if isinstance(error, SystemExit) else 1
-        if code in (0, None, EXIT_CODE_RESUME_TO_DISAMBIGUATE):
+        if code in (0, None, EXIT_CODE_RESUME_TO_DISAMBIGUATE) and _has_begun():
             _leave(STOPPED if _iterations_left() > 0 else FINISHED)
+        elif code in (0, None):  # such as --exit-on-missing-checkpoint: the next run would end in the same way
+            _leave(FAILED, "ended with exit code 0 before the first iteration")
         else:
             _leave(FAILED, describe(error))
         raise
@@ -79,10 +81,15 @@ def _folder() -> Path | None:
     return as_path(folder) if folder and not getattr(args, "fake_process_group", False) else None
 
 
+def _has_begun() -> bool:
+    """Whether the loop has run an iteration: Megatron sets curr_iteration at its beginning."""
+    args = megatron_arguments()
+    return args is None or hasattr(args, "curr_iteration")
+
+
 def _iterations_left() -> int:
     """Iterations that the loop has not run."""
     args: Any = megatron_arguments()
-    # Megatron sets curr_iteration at the beginning of an iteration.
     return 0 if args is None else (args.train_iters or 0) - (getattr(args, "curr_iteration", 0) + 1)
 
 

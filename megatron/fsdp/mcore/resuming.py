@@ -186,7 +186,24 @@ def _unusable(folder: Path) -> str:
             f"expected a whole checkpoint; got {parts[0]} without {METADATA}: it was not saved or not copied to the "
             "end. Save, copy or convert it again, or give another --load."
         )
+    args = megatron_arguments()
+    if args is None or getattr(args, "load", None) == getattr(args, "save", None):
+        return ""  # the first save of this run may have been killed
+    half = [name for name in numbered if _has_parts(folder / name)]
+    if half:
+        return (
+            f"expected a whole checkpoint; got {half[-1]} without {METADATA}: it was not saved or not copied to the "
+            "end. Save or copy it again, or give another --load."
+        )
+    inside = [name for name in names if (folder / name / TRACKER).is_file()]
+    if inside:
+        found = folder / inside[0]
+        return f"expected a folder of checkpoints; got one that contains such a folder. Give {found} to --load."
     return ""
+
+
+def _has_parts(folder: Path) -> bool:
+    return any(path.name.endswith(".distcp") or path.name in (COMMON, FORMAT_FILE) for path in folder.iterdir())
 
 
 def _verifies() -> bool:

@@ -29,10 +29,27 @@ GPUS = {
     "rtx4090": 24564,
     "rtx5090": 32607,
 }
+# Compute capabilities, by the beginning of the name.
+_CAPABILITIES = {
+    **{"v100": (7, 0), "t4": (7, 5), "a100": (8, 0), "a10": (8, 6), "rtx3090": (8, 6), "l4": (8, 9), "rtx4090": (8, 9)},
+    **{"h": (9, 0), "b200": (10, 0), "gb200": (10, 0), "rtx5090": (12, 0)},
+}
 _UNITS = {"": 10**9, "gb": 10**9, "gib": GIB, "mb": 10**6, "mib": MIB, "tb": 10**12, "tib": 1 << 40}
 
 
-def gpu_memory(name: str) -> int:
+class Capacity(int):
+    """Bytes of a GPU's memory.
+
+    Attributes:
+        gpu: Its name.
+        capability: Its compute capability.
+    """
+
+    gpu: str
+    capability: tuple[int, int]
+
+
+def gpu_memory(name: str) -> Capacity:
     """Bytes of a GPU in the table. Capitals, spaces and underscores do not matter.
 
     Raises:
@@ -44,7 +61,9 @@ def gpu_memory(name: str) -> int:
             f"expected one of {', '.join(GPUS)}; got {name!r}.{did_you_mean(key, GPUS)} "
             "Give any other device's memory with --device-memory."
         )
-    return GPUS[key] * MIB
+    found = Capacity(GPUS[key] * MIB)
+    found.gpu, found.capability = key, next(v for k, v in _CAPABILITIES.items() if key.startswith(k))
+    return found
 
 
 def parse_memory(text: str) -> int:

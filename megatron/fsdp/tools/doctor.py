@@ -68,12 +68,14 @@ def main() -> int:
 def _read_job(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """Print what would lose work. Returns the exit code."""
     try:
-        found = job.problems(job.read(options.job), options.step_seconds, options.save_seconds)
+        read = job.read(options.job)
+        found = job.problems(read, options.step_seconds, options.save_seconds)
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    fits = "saves in time, and is queued again"
+    again = ", and is queued again" if read.options else ""
+    fits = f"saves in time{again}"
     if options.step_seconds is None:
-        fits = "saves, and is queued again; --step-seconds and --save-seconds say whether in time"
+        fits = f"saves{again}; --step-seconds and --save-seconds say whether in time"
     lines = [f"LOSES WORK  {problem}" for problem in found] or [fits]
     print(json.dumps({"problems": found}, indent=2) if options.json else "\n".join(lines))
     return 1 if found else 0

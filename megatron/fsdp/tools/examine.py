@@ -29,6 +29,7 @@ from megatron.fsdp.mcore.cpu import arguments as cpu_arguments
 from megatron.fsdp.mcore.limits import MUON, Settings, broken
 from megatron.fsdp.mcore.patches import install, uninstall
 from megatron.fsdp.tools.activations import activation_bytes, workload
+from megatron.fsdp.tools.devices import Capacity
 from megatron.fsdp.tools.estimate import AxisSizes, Outline, estimate_outline, outline, usage
 from megatron.fsdp.tools.fit import Situation, memory, verdict
 from megatron.fsdp.tools.progress import Progress
@@ -240,6 +241,8 @@ def _examining(
         report.muon = args.optimizer in MUON
         examination.fused = has_fused_attention(args)
         keep_to_itself(args)
+        if isinstance(examination.capacity, Capacity):
+            _require_formats(args, examination.capacity)
         if examination.capacity is not None and cpu.is_enabled():
             _validate_as_on_gpu(validate_args, copy.deepcopy(args), *rest, **kwargs)
         args.fake_process_group = True
@@ -251,6 +254,26 @@ def _examining(
         return result
 
     return validate
+
+
+# The lowest compute capability of devices with a format, by recipe.
+_NEEDED = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
+
+
+def _require_formats(args: Any, capacity: Capacity) -> None:
+    """Raise ValueError if a GPU lacks the format of FP8 or FP4 that a command line asks for."""
+    recipe = getattr(args.fp8_recipe, "value", args.fp8_recipe) if args.fp8 else None
+    asked = {
+        f"--fp8-recipe {recipe}": _NEEDED.get(str(recipe), (0, 0)),
+        "--fp4-format": (10, 0) if args.fp4 else (0, 0),
+    }
+    for flag, needed in asked.items():
+        if capacity.capability < needed:
+            names = [", ".join(map(str, each)).replace(", ", ".") for each in (needed, capacity.capability)]
+            raise ValueError(
+                f"{flag}: needs a GPU with compute capability {names[0]} or higher; {capacity.gpu} has {names[1]}. Use "
+                "bf16, or a recipe that docs/guide/fp8.md lists for this GPU."
+            )
 
 
 def keep_to_itself(args: Any) -> None:

@@ -51,10 +51,14 @@ class Job:
         paths = [path for name in named for path in (Path(name), self.folder / name) if path.is_file()]
         return any(HANDLER in path.read_text(errors="replace") for path in paths)
 
+    def word(self, flag: str) -> str:
+        """The word after a flag of the command, or after a variable and =; empty if there is none."""
+        words = self.words or re.split(r"[\s\"'=]+", self.text)
+        return words[words.index(flag) + 1] if flag in words[:-1] else ""
+
     def number(self, flag: str) -> float | None:
         """The number after a flag of the command; None if there is none."""
-        words = self.words or re.split(r"[\s\"'=]+", self.text)
-        value = words[words.index(flag) + 1] if flag in words[:-1] else ""
+        value = self.word(flag)
         return float(value) if re.fullmatch(r"\d+(\.\d+)?", value) else None
 
     @property
@@ -65,8 +69,16 @@ class Job:
     @property
     def grace(self) -> float | None:
         """Seconds between the signal and the time limit; None if no signal is sent."""
-        found = re.fullmatch(r"(?:[BR]+:)?\w+(?:@(\d+))?", self.options.get("signal", ""))
-        return None if found is None else float(found[1] or 60)
+        found = re.fullmatch(r"(?:([BR]+):)?\w+(?:@(\d+))?", self.options.get("signal", ""))
+        only_batch = found is not None and "B" in (found[1] or "") and "trap" not in self.text
+        return None if found is None or only_batch else float(found[2] or 60)
+
+    @property
+    def other_signal(self) -> str:
+        """The name of the signal that Slurm sends, if it is not the one that is handled; else empty."""
+        found = re.fullmatch(r"(?:[BR]+:)?(?:SIG)?([A-Z]\w*)(?:@\d+)?", self.options.get("signal", ""))
+        handled = self.word("--exit-signal") or "TERM"
+        return found[1] if found and found[1] != handled.upper().removeprefix("SIG") else ""
 
 
 def read(path: Path) -> Job:
@@ -81,6 +93,8 @@ def read(path: Path) -> Job:
                 elif options:  # the value of the option before it
                     options[list(options)[-1]] = word
     text = "\n".join(line for line in lines if not line.lstrip().startswith("#"))
+    if "SBATCH_TIMELIMIT" in os.environ:
+        options["time"] = os.environ["SBATCH_TIMELIMIT"]
     job = Job(path.parent, text, options)
     if job.shares_tail:
         # What it gives to sbatch, which prefers that to the script's lines.
@@ -118,7 +132,15 @@ def problems(job: Job, step: float | None = None, save: float = 0.0) -> list[str
     # The signal may arrive when a save begins.
     needed = None if step is None else step + 2 * save
     if job.grace is None:
-        found.append(f"no signal before the time limit: only {KILL_WAIT} s remain then. Add #SBATCH --signal=TERM@600.")
+        found.append(
+            f"no signal to the ranks before the time limit: only {KILL_WAIT} s remain then. Add #SBATCH "
+            "--signal=TERM@600."
+        )
+    if job.handles_signals and job.other_signal:
+        found.append(
+            f"Slurm sends SIG{job.other_signal}, which nothing handles and ends the ranks. Use #SBATCH "
+            "--signal=TERM@600."
+        )
     if not job.handles_signals:
         found.append("no handler: SIGTERM ends the run without a save. Add --exit-signal-handler, or StopSignals.")
     if needed is not None and job.grace is not None and needed >= job.grace:
@@ -130,6 +152,9 @@ def problems(job: Job, step: float | None = None, save: float = 0.0) -> list[str
         name in job.text for name in ("SHUTDOWN_TIMEOUT", "--shutdown-timeout", "--signals-to-handle")
     )
     runs = "torchrun" in job.text or "torch.distributed.run" in job.text
+    waits = job.number("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") or job.number("--shutdown-timeout")
+    if runs and waits is not None and needed is not None and needed >= waits:
+        found.append(f"torchrun kills ranks {waits:.0f} s after SIGTERM. Set its time to {2 * needed:.0f}.")
     if runs and not keeps and (needed is None or needed >= KILL_WAIT):
         found.append(
             f"torchrun kills ranks {KILL_WAIT} s after SIGTERM. Set TORCH_ELASTIC_SHUTDOWN_TIMEOUT to the grace."
@@ -163,6 +188,11 @@ def _of_schedule(job: Job, step: float | None) -> list[str]:
 
 def _of_queue(job: Job) -> list[str]:
     found = []
+    if job.options and not job.shares_tail and "scontrol requeue" not in job.text:
+        found.append(
+            "a job that has stopped and saved ends, and nothing queues it again. After srun, run scontrol requeue "
+            "$SLURM_JOB_ID if outcome.txt says stopped, as examples/megatron_fsdp/job.bash does."
+        )
     if job.options and "requeue" not in job.options:
         found.append("a job whose node is lost is not queued again. Add #SBATCH --requeue.")
     if job.options and job.options.get("open-mode") != "append":

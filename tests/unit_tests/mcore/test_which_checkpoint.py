@@ -193,6 +193,17 @@ def test_files_that_cannot_be_loaded_raise(monkeypatch: pytest.MonkeyPatch, tmp_
         resuming.checkpoint_exists(lambda path: False, str(folder))
 
 
+def test_half_checkpoints_of_another_run_raise(monkeypatch: pytest.MonkeyPatch, checkpoints: Path) -> None:
+    other: dict[str, Any] = {**OURS, "ckpt_step": None, "save": "elsewhere"}
+    for iteration in (10, 20):
+        (checkpoints / f"iter_{iteration:07d}" / ".metadata").unlink()
+    with pytest.raises(RuntimeError, match=r"got iter_0000030 without \.metadata"):
+        at_base(monkeypatch, checkpoints, load=str(checkpoints), **other)
+    (checkpoints / TRACKER).write_text("20")
+    with pytest.raises(RuntimeError, match=r"contains such a folder\. Give .* to --load"):
+        at_base(monkeypatch, checkpoints.parent, load=str(checkpoints.parent), **other)
+
+
 def test_unusable_checkpoints_raise(monkeypatch: pytest.MonkeyPatch, checkpoints: Path) -> None:
     for iteration in (10, 20):
         (checkpoints / f"iter_{iteration:07d}" / ".metadata").write_bytes(b"?")
