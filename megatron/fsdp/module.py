@@ -288,6 +288,15 @@ class ShardedModel(nn.Module):
         """
         self.engine.average_buffers(self.module)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set the module's attribute if it has one, and this object has none: reading finds the module's, too."""
+        inner = vars(self).get("_modules", {}).get("module")
+        own = name in vars(self) or hasattr(type(self), name) or name in vars(self).get("_modules", {})
+        if inner is None or own or name.startswith("_") or not hasattr(inner, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(inner, name, value)
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)

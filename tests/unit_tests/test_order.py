@@ -1,16 +1,19 @@
 """Results do not depend on timing: with random delays in each rank's collectives and compute they are bit-identical."""
 
 import contextlib
+import copy
 import random
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
+from megatron_fsdp import fully_shard
 from tests.exchanges import both_exchanges, delayed
-from tests.models import FP32_GRADS, STRATEGIES, TinyModel, batches, device, loss_of, shard
+from tests.models import FP32_GRADS, STRATEGIES, TinyModel, assert_same_weights, batches, device, loss_of, shard
 from tests.ranks import DEVICE, RankPool
 
 
@@ -42,3 +45,49 @@ def test_delays_change_no_bit(ranks: RankPool, strategy: str, dtype: torch.dtype
     expected = ranks.run(3, _train, strategy, dtype, None)
     for seed in range(2):
         assert ranks.run(3, _train, strategy, dtype, seed) == expected
+
+
+class Recurrent(nn.Module):
+    """Calls a unit as often as its input is long, first with inputs that need no gradients."""
+
+    scale = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.GRUCell(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden, outputs = x.new_zeros(3, 8), []
+        for each in x:
+            hidden = self.cell(each, hidden)
+            outputs.append(self.head(hidden))
+        return torch.stack(outputs) * self.scale
+
+
+def _of_different_lengths(lengths: list[tuple[int, int]], strategy: int) -> None:
+    torch.manual_seed(0)
+    plain = Recurrent().to(device())
+    model = copy.deepcopy(plain)
+    reference = torch.optim.SGD(plain.parameters(), 0.1)
+    sharded, optimizer = fully_shard(
+        model, torch.optim.SGD(model.parameters(), 0.1), fsdp_unit_modules=[nn.GRUCell], zero_dp_strategy=strategy
+    )
+    sharded.scale = plain.scale = 2.0  # that of the module inside
+    for each in lengths:
+        x = torch.full((each[dist.get_rank()], 3, 4), dist.get_rank() + 1.0, device=device())
+        for side, updater in ((plain, reference), (sharded, optimizer)):
+            (side(x) - 1).pow(2).mean().backward()
+            for parameter in plain.parameters() if side is plain else ():
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= 2  # type: ignore[operator]
+            updater.step()
+            updater.zero_grad()
+    assert_same_weights(sharded, plain)
+
+
+@pytest.mark.parametrize("lengths", [[(3, 3), (3, 4), (5, 3)], [(4, 4), (3, 4), (4, 2)]])
+@pytest.mark.parametrize("strategy", [0, 1, 2])
+def test_ranks_may_call_a_unit_more_often_than_others(
+    ranks: RankPool, lengths: list[tuple[int, int]], strategy: int
+) -> None:
+    ranks.run(2, _of_different_lengths, lengths, strategy)

@@ -85,7 +85,7 @@ def _casts(gather: bool) -> None:
     up = model.module.blocks[0].up
     up.register_forward_pre_hook(lambda module, args: classes.add(type(module.weight)))
     assert train(model, optimizer, data) == expected
-    assert classes == {Float8TrainingTensor if gather else nn.Parameter}
+    assert all(issubclass(each, Float8TrainingTensor if gather else nn.Parameter) for each in classes)
 
 
 @pytest.mark.parametrize("gather", [True, False], ids=["bytes", "high precision"])

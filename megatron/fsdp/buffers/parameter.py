@@ -533,7 +533,8 @@ class _ComputeParameter(nn.Parameter):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        self.data.copy_(value)
+        if value.data_ptr() != self.data_ptr():  # else nothing changes, as in ``p.data = p.data.to(device)``
+            self.data.copy_(value)
 
 
 class _CountingParameter(_ComputeParameter):

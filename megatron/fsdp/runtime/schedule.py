@@ -219,12 +219,12 @@ class Schedule:
             if self.in_callers_forward and (unit.held_by or unit.expected_by):
                 continue
             unit.reshard()
-        self._issue_skipped(self.plans.backward, self.plans.backward.finish())
-        self._join_skipped()
         # If no input of a unit needs gradients, no hook runs at the end of its backward, so it is reduced here.
         for unit in reversed(self.units):
             if unit.trainable and (unit.has_gradients() or (unit.took_part and not unit.reduced)):
                 self._reduce(unit)
+        self._issue_skipped(self.plans.backward, self.plans.backward.finish())
+        self._join_skipped()
         if self._orders_may_differ():
             self._reduce_late()
         self.passes.end_backward()
@@ -362,7 +362,8 @@ class Schedule:
             return
         if unit.state is WeightState.BACKWARD:
             unit.reshard()
-        if unit.trainable and unit.calls_done >= unit.calls:
+        # Nothing tells when the backward of a call ends whose inputs need no gradients, as a recurrence's first one.
+        if unit.trainable and unit.calls_done >= unit.calls and not unit.unwatched:
             self._reduce(unit)
 
     def _reshard_kept(self) -> None:
