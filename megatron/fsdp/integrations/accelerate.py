@@ -110,7 +110,7 @@ class FSDPAccelerator(Accelerator):
         sharding = {**defaults, **self._sharding}
         sharding["fsdp_unit_modules"] = _units_in(model, sharding["fsdp_unit_modules"])
         sharded = fully_shard_model(model, **sharding)
-        sharded._is_accelerate_prepared = True  # type: ignore[assignment]
+        sharded._is_accelerate_prepared = True
         # Makes transformers' generate() run on all ranks until the last one has finished, also inside of an adapter.
         for module in model.modules():
             module._is_fsdp_managed_module = True  # type: ignore[assignment]

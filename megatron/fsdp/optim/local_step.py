@@ -29,16 +29,14 @@ def closure_of(args: tuple, kwargs: dict) -> Callable[[], Any] | None:
 class _Shown(nn.Parameter):
     """A plain parameter that has the attributes of its main weight, such as ``lr_scale``."""
 
+    main: nn.Parameter
+
     def __getattr__(self, name: str) -> Any:
-        marks = {} if name == "main" else marks_of(self.main)
+        # Not what a gradient is in, which a rank without elements hides, nor the engine's and DTensor's own.
+        marks = {} if name.startswith("_") or name in ("main", "decoupled_grad") else vars(self.main)
         if name not in marks:
             raise AttributeError(name)
         return marks[name]
-
-
-def marks_of(main: nn.Parameter) -> dict[str, Any]:
-    """The attributes that a user or a framework has set on a main weight."""
-    return {k: v for k, v in vars(main).items() if not k.startswith("_") and k != "decoupled_grad"}
 
 
 class LocalStep:
@@ -51,7 +49,7 @@ class LocalStep:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._skips_empty = skips_empty(optimizer)
         self._dp_groups: dict[nn.Parameter, dist.ProcessGroup] = {}
-        self._local: dict[nn.Parameter, nn.Parameter] = {}
+        self._local: dict[nn.Parameter, _Shown] = {}
         self._given: dict[nn.Parameter, torch.Tensor | None] = {}
         self._dtensor_state: dict[nn.Parameter, dict[str, DTensor]] = {}
         # The parameter lists of the optimizer's param_groups while plain tensors replace them.
@@ -115,8 +113,10 @@ class LocalStep:
             return main
         local = self._local.get(main)
         if local is None:
-            local = self._local[main] = _Shown(local_shard(main)) if marks_of(main) else nn.Parameter(local_shard(main))
-            local.main = main  # type: ignore[attr-defined]
+            local = self._local[main] = _Shown(local_shard(main))
+            local.main = main
+        elif local.data_ptr() != (shard := local_shard(main)).data_ptr():  # the main weight has moved
+            local.data = shard
         if local.requires_grad is not main.requires_grad:
             local.requires_grad = main.requires_grad
         hidden = self._is_hidden(main)
@@ -147,7 +147,7 @@ class LocalStep:
 
     def _globalize(self, optimizer: torch.optim.Optimizer, main: nn.Parameter) -> None:
         """Move the state of a plain parameter back to its main weight, as DTensors where it has the same shape."""
-        local, shard, given = self._local[main], local_shard(main), self._given.pop(main)
+        local, shard, given = self._local[main], local_shard(main), self._given.pop(main, None)
         if local.grad is not given:  # the step has set another, as ``p.grad = None`` does
             main.grad = None if local.grad is None else make_like(local.grad, main)
         local.grad = None
