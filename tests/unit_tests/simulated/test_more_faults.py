@@ -1,0 +1,363 @@
+"""More mistakes injected in the engine, by somebody who did not write the checker; see test_faults.py."""
+
+import gc
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from megatron.fsdp.buffers.gradients import GradientBuffer
+from megatron.fsdp.buffers.pool import FixedPool, Writer
+from megatron.fsdp.buffers.reduction import Reduction
+from megatron.fsdp.buffers.weights import WeightBuffer
+from megatron.fsdp.comm.context import CommContext
+from megatron.fsdp.comm.streams import CudaStream, Handle, Task, _CudaHandle
+from megatron.fsdp.optim import hooks
+from megatron.fsdp.runtime.engine import Engine
+from megatron.fsdp.state.full_weights import _Gathering
+from megatron_fsdp import MixedPrecisionPolicy
+from tests.models import batches, loss_of
+from tests.ranks import DEVICE as REAL_DEVICE
+from tests.ranks import RankPool
+from tests.simulated.device import DEVICE, SimulatedDevice
+from tests.simulated.faults import Ended
+from tests.simulated.models import BF16, sharded
+from tests.unit_tests.simulated.test_faults import HSDP, HYBRID, OFFLOAD, ZERO_3, Plant, _replace, _simulation, _train
+
+pytestmark = [
+    pytest.mark.every_strategy,
+    pytest.mark.skipif(REAL_DEVICE == "cuda", reason="computes on CPU tensors"),
+]
+
+
+def second_wait_left_out(wait: Callable[..., None], handle: _CudaHandle) -> None:
+    """The outer stream has waited for the handle: compute does not."""
+    if not handle.done:
+        wait(handle)
+
+
+def event_of_compute(run: Callable[..., Handle], stream: CudaStream, task: Task) -> Handle:
+    """``event.record()`` records in the current stream."""
+    handle: Any = run(stream, task)
+    handle._event = torch.cuda.current_stream().record_event()
+    return handle
+
+
+class _Now:
+    def run(self, task: Task) -> Handle:
+        task()
+        return Ended()
+
+
+def kept_by_compute(reshard: Callable[..., None], weights: WeightBuffer, keep: bool = False) -> None:
+    """``self._keep()`` in place of ``self.stream.run(self._keep)``."""
+    with pytest.MonkeyPatch.context() as patch:
+        if keep and weights.temporary and weights._near is not None:
+            patch.setattr(weights, "stream", _Now())
+        reshard(weights, keep)
+
+
+def taken_in_reduce_stream(take: Callable[..., Any], gradients: GradientBuffer, dtype: torch.dtype) -> Any:
+    """Copies gradients to the host beside the compute, for which the host waits."""
+    with torch.cuda.stream(gradients.reduction.stream._stream):  # type: ignore[attr-defined]
+        return take(gradients, dtype)
+
+
+def host_waits_for_default_stream(finish: Callable[..., None], context: CommContext) -> None:
+    if context.offloads:
+        torch.cuda.default_stream(context.device).synchronize()
+
+
+def gathered_before_update(update: Callable[..., bool], optimizer: Any, engine: Engine, local: Any) -> bool:
+    """A unit is prefetched before its main weights are updated, not after."""
+    if engine.config.gather_during_step:
+        engine.invalidate_weights()
+        engine.schedule.prefetch_first(until=engine.schedule.units_to_prefetch_first()[0])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Engine, "invalidate_weights", lambda *unused: None)
+            return update(optimizer, engine, local)
+    return update(optimizer, engine, local)
+
+
+def oldest_only_before_outer(start_outer: Callable[..., None], gradients: GradientBuffer) -> None:
+    """The outer reduction waits for the oldest reduction over the inner axis."""
+    handles, gradients.handles = gradients.handles, gradients.handles[:1]
+    start_outer(gradients)
+    gradients.handles = handles
+
+
+def read_by_outer_freed_by_inner_wait(wait: Callable[..., None], gradients: GradientBuffer, outer: bool = True) -> None:
+    wait(gradients, outer)
+    while gradients._read_by_outer:
+        gradients.give_back(gradients._read_by_outer.pop())
+
+
+def outer_writes_as_inner(init: Callable[..., None], reduction: Reduction, *args: Any) -> None:
+    """Both reduction streams have one free list."""
+    init(reduction, *args)
+    if reduction.outer is not None:
+        reduction.outer = replace(reduction.outer, writer=Writer.TASKS)
+
+
+def lent_twice(
+    scratch: Callable[..., torch.Tensor], pool: FixedPool, numel: int, dtype: torch.dtype, device: Any, writer: Writer
+) -> torch.Tensor:
+    """A buffer stays in the free list when it is in use."""
+    flat = scratch(pool, numel, dtype, device, writer)
+    kind, base = pool._lent[flat.data_ptr()]
+    if not any(each is base for each in pool._free[kind]):
+        pool._free[kind].append(base)
+    return flat
+
+
+def without_waits_for_tasks(function: Callable[..., Any], *args: Any) -> Any:
+    """``run(task)`` in place of ``run(task).wait()``, in one method."""
+    run = CudaStream.run
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CudaStream, "run", lambda *task: (run(*task), Ended())[1])
+        return function(*args)
+
+
+def without_wait_before_write(function: Callable[..., Any], *args: Any) -> Any:
+    """A method of the engine or of the optimizer's hooks that writes main weights while they are gathered."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "wait_before_write", lambda *unused: None)
+        return function(*args)
+
+
+def outer_stream_not_joined(join: Callable[..., None], context: CommContext) -> None:
+    for stream in (context.stream, context.unshard_stream):
+        stream.join()
+
+
+def read_by_outer_dropped_by_clear(clear: Callable[..., None], gradients: GradientBuffer) -> None:
+    gradients._read_by_outer = []
+    clear(gradients)
+
+
+def bucket_not_waited_for(start: Callable[..., Handle], gathering: _Gathering, *args: Any) -> Handle:
+    start(gathering, *args)
+    return Ended()
+
+
+ROWS: dict[str, tuple[Any, str, Callable[..., Any], dict[str, Any], tuple[str, ...]]] = {
+    "a handle is waited for once only": (
+        _CudaHandle,
+        "wait",
+        second_wait_left_out,
+        {**ZERO_3, **HSDP},
+        ("_reduce_scatter_base_ ", "stream 1", " _reduce", "free writes on stream 0", "gradients.py", " wait"),
+    ),
+    "event is recorded in the current stream": (
+        CudaStream,
+        "run",
+        event_of_compute,
+        {**ZERO_3, **BF16},
+        ("_allgather_base_ writes on stream 2", "reads on stream 0"),
+    ),
+    "kept shard is copied by compute": (
+        WeightBuffer,
+        "reshard",
+        kept_by_compute,
+        {**ZERO_3, "reshard_after_forward": 2},
+        ("aten::copy_ reads on stream 2", " _unshard_kept"),
+    ),
+    "offloaded gradients are taken in the reduce stream": (
+        GradientBuffer,
+        "take",
+        taken_in_reduce_stream,
+        {**ZERO_3, **OFFLOAD},
+        ("aten::copy_ writes on stream 1", " take", "the host"),
+    ),
+    "host waits for the default stream": (
+        CommContext,
+        "finish_offload",
+        host_waits_for_default_stream,
+        {**ZERO_3, **OFFLOAD, "side_stream": True},
+        ("aten::copy_ ", "the host"),
+    ),
+    "unit is gathered before its update": (
+        hooks,
+        "_update_by_unit",
+        gathered_before_update,
+        {**ZERO_3, **OFFLOAD},
+        ("aten::copy_ reads on stream 2", " _cast_into", "writes on the host"),
+    ),
+    "outer reduction waits for the oldest inner one only": (
+        GradientBuffer,
+        "_start_outer",
+        oldest_only_before_outer,
+        {**ZERO_3, **HSDP, "max_reducing_units": 10},
+        ("add_ writes on stream 1", " over_inner", "stream 3", " over_outer"),
+    ),
+    "outer buffers are freed by the inner wait": (
+        GradientBuffer,
+        "wait",
+        read_by_outer_freed_by_inner_wait,
+        {**ZERO_3, **HYBRID},
+        ("_reduce_scatter_base_ reads on stream 3", "free writes on stream 0"),
+    ),
+    "both reduction streams have one free list": (
+        Reduction,
+        "__init__",
+        outer_writes_as_inner,
+        {
+            "zero_dp_strategy": "optim",
+            **HYBRID,
+            "fsdp_double_buffer": True,
+            "dtype": torch.bfloat16,
+            "mixed_precision_policy": MixedPrecisionPolicy(torch.float32, torch.float32, torch.bfloat16),
+        },
+        ("stream 3", " over_outer", "writes on stream 1", " over_inner"),
+    ),
+    "buffer in use stays in the free list": (
+        FixedPool,
+        "scratch",
+        lent_twice,
+        {**ZERO_3, "fsdp_double_buffer": True, "max_reducing_units": 3},
+        ("reduce_scatter", "stream 1", "writes on stream 0", " place"),
+    ),
+}
+
+
+def _axes(outer: str = "no_shard") -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    return {"device_mesh": mesh, "dp_shard_dim": "inner", "dp_outer_dim": "outer", "outer_dp_sharding_strategy": outer}
+
+
+def _tokens(steps: int) -> torch.Tensor:
+    return batches(steps, 1).to(DEVICE).flatten(0, 1)
+
+
+def _use_memory() -> None:
+    _ = [torch.zeros(100, device=DEVICE) for _ in range(300)]
+
+
+def broadcast_after_start_param_sync() -> None:
+    """As in test_more.py, but with replicas: with ZeRO-1 and ZeRO-3 on one axis nothing is broadcast."""
+    model, optimizer = sharded(**ZERO_3, **_axes())
+    for tokens in _tokens(2):
+        loss_of(model, tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.start_param_sync()
+        model.broadcast_params()
+
+
+def initial_values_of_the_first_rank() -> None:
+    model, _ = sharded(**ZERO_3, sync_module_states=True)
+    loss_of(model, _tokens(1)[0]).backward()
+
+
+def deleted_while_reducing_over_two_axes() -> None:
+    for outer in ("no_shard", "optim"):
+        model, optimizer = sharded(**ZERO_3, **_axes(outer))
+        model.set_model_auto_sync(False)
+        loss_of(model, _tokens(1)[0]).backward()
+        del model, optimizer
+        gc.collect()
+        _use_memory()
+
+
+def cleared_while_reducing_over_two_axes() -> None:
+    """zero_grad while the outer reductions are in flight."""
+    model, optimizer = sharded(**ZERO_3, **_axes("optim"))
+    for tokens in _tokens(3):
+        model.set_model_auto_sync(False)
+        loss_of(model, tokens).backward()
+        optimizer.zero_grad()
+        _use_memory()
+
+
+def averaged_buffers() -> None:
+    model, _ = sharded(**ZERO_3)
+    model.module.register_buffer("mean", torch.zeros(13, device=DEVICE))
+    loss_of(model, _tokens(1)[0]).backward()
+    model.average_buffers()
+
+
+def full_weights_in_buckets() -> None:
+    model, _ = sharded(**ZERO_3, **BF16)
+    for bucket in model.full_weights(bucket_bytes=4096):
+        for value in bucket.values():
+            value.sum()
+
+
+PROGRAMS: dict[str, tuple[Any, str, Callable[..., Any], Callable[[], None], tuple[str, ...]]] = {
+    "broadcast writes main weights during unshards": (
+        Engine,
+        "broadcast_weights",
+        without_wait_before_write,
+        broadcast_after_start_param_sync,
+        ("_allgather_base_ reads on stream 2", "writes on stream 1", " _broadcast"),
+    ),
+    "initial values are copied before they are received": (
+        WeightBuffer,
+        "initialize_main",
+        without_waits_for_tasks,
+        initial_values_of_the_first_rank,
+        ("broadcast_ writes on stream 2", "reads on stream 0", " initialize_main"),
+    ),
+    "outer stream is not joined": (
+        CommContext,
+        "join",
+        outer_stream_not_joined,
+        deleted_while_reducing_over_two_axes,
+        ("on stream 3", " over_outer"),
+    ),
+    "zero_grad frees what the outer reduction reads": (
+        GradientBuffer,
+        "clear",
+        read_by_outer_dropped_by_clear,
+        cleared_while_reducing_over_two_axes,
+        ("_reduce_scatter_base_ reads on stream 3", "free writes"),
+    ),
+    "averaged buffers are not waited for": (
+        Engine,
+        "average_buffers",
+        without_waits_for_tasks,
+        averaged_buffers,
+        ("allreduce_ writes on stream 1", "div_ "),
+    ),
+    "full weights are read before they are gathered": (
+        _Gathering,
+        "_start",
+        bucket_not_waited_for,
+        full_weights_in_buckets,
+        ("_allgather_base_ writes on stream 2", "sum reads on stream 0"),
+    ),
+}
+
+
+def find(plant: Plant, program: Callable[[SimulatedDevice], None], report: tuple[str, ...]) -> None:
+    """Run a program without the mistake and with it; one race must have all parts of the report."""
+    with _simulation(None) as sim:
+        program(sim)
+        assert sim.races == []
+    with _simulation(plant) as sim:
+        program(sim)
+        reports = [str(race) for race in sim.races]
+        assert any(all(part in each for part in report) for each in reports), "\n".join(reports[:3])
+
+
+def _find(what: str) -> None:
+    owner, name, version, settings, report = ROWS[what]
+    find(_replace(owner, name, version), lambda sim: _train(sim, settings), report)
+
+
+@pytest.mark.parametrize("what", ROWS)
+def test_races_are_found(ranks: RankPool, what: str) -> None:
+    ranks.run(1, _find, what)
+
+
+def _find_in_program(what: str) -> None:
+    owner, name, version, program, report = PROGRAMS[what]
+    find(_replace(owner, name, version), lambda sim: program(), report)
+
+
+@pytest.mark.parametrize("what", PROGRAMS)
+def test_races_in_programs_are_found(ranks: RankPool, what: str) -> None:
+    ranks.run(1, _find_in_program, what)
