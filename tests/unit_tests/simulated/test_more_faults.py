@@ -61,7 +61,7 @@ def kept_by_compute(reshard: Callable[..., None], weights: WeightBuffer, keep: b
 
 
 def taken_in_reduce_stream(take: Callable[..., Any], gradients: GradientBuffer, dtype: torch.dtype) -> Any:
-    """Copies gradients to the host beside the compute, for which the host waits."""
+    """Copies gradients to the host next to the compute, for which the host waits."""
     with torch.cuda.stream(gradients.reduction.stream._stream):  # type: ignore[attr-defined]
         return take(gradients, dtype)
 
