@@ -1,7 +1,9 @@
 """Generated pages of the documentation match the output of their tools."""
 
+import ast
 import inspect
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -127,6 +129,22 @@ def test_launch_scripts_have_the_recommended_settings() -> None:
 
 def test_no_page_runs_code_from_a_hidden_import_of_the_tests() -> None:
     assert [page.name for page in DOCS.rglob("*.md") if "from tests." in page.read_text()] == []
+
+
+def _imported(code: str) -> set[str]:
+    found = [node for node in ast.walk(ast.parse(code)) if isinstance(node, (ast.Import, ast.ImportFrom))]
+    return {(alias.asname or alias.name).split(".")[0] for node in found for alias in node.names}
+
+
+@pytest.mark.parametrize("page", DOCS.rglob("*.md"), ids=lambda page: page.stem)
+def test_visible_code_imports_what_it_uses(page: Path) -> None:
+    for script in re.split(r"<!-- script: .*? -->", page.read_text()):
+        hidden = "\n".join(re.findall(r"<!-- hidden\n(.*?)-->", script, re.DOTALL))
+        shown = re.sub(r"<!-- hidden\n.*?-->|<!-- not run.*?-->\s*```python.*?```", "", script, flags=re.DOTALL)
+        blocks = re.findall(r"^( *)```python[^\n]*\n(.*?)^ *```", shown, re.DOTALL | re.MULTILINE)
+        visible = "\n".join(textwrap.dedent(block) for _, block in blocks)
+        used = {node.id for node in ast.walk(ast.parse(visible)) if isinstance(node, ast.Name)}
+        assert not used & _imported(hidden) - _imported(visible)
 
 
 def test_the_words_are_within_the_budget() -> None:
