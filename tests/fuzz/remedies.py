@@ -191,7 +191,7 @@ REMEDIES = [
     Remedy(
         "penalties of frozen units",
         "runtime/graph.py",
-        "            _mark_gradients(gradients, passed)",
+        "            _mark_gradients(gradients or (), passed)",
         "            pass",
     ),
     Remedy(

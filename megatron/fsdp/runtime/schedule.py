@@ -219,12 +219,16 @@ class Schedule:
             if self.in_callers_forward and (unit.held_by or unit.expected_by):
                 continue
             unit.reshard()
+        # Nothing tells when the last call of such a unit ends. Its place in the plan is behind all of its calls.
+        for unit in reversed(self.units):
+            if unit.unwatched and unit.calls and unit.trainable and unit.has_gradients():
+                self._reduce(unit)
+        self._issue_skipped(self.plans.backward, self.plans.backward.finish())
+        self._join_skipped()
         # If no input of a unit needs gradients, no hook runs at the end of its backward, so it is reduced here.
         for unit in reversed(self.units):
             if unit.trainable and (unit.has_gradients() or (unit.took_part and not unit.reduced)):
                 self._reduce(unit)
-        self._issue_skipped(self.plans.backward, self.plans.backward.finish())
-        self._join_skipped()
         if self._orders_may_differ():
             self._reduce_late()
         self.passes.end_backward()

@@ -114,6 +114,8 @@ def write_in_forward(side: Side, how: str) -> Any:
             else:
                 (weight if how == "in place" else weight.data).mul_(0.75)
 
+    if side.setting.mesh == "tp":
+        how = "in place"  # torch's DTensor takes no other .data
     side.written(hidden=how != "in place")
     handle = side.net.inp.register_forward_hook(write)
     loss = side.loss(side.model(side.batch(1)))
