@@ -144,7 +144,11 @@ MISTAKES: dict[str, tuple[list[str], int, tuple[str, ...]]] = {
         1,
         ("--no-check-for-nan-in-loss-and-grad should be set",),
     ),
-    "fp4": ([*ON_GPU, *LOCAL, "--fp4-format", "e2m1"], 1, ("ERROR  ValueError: fp4: needs Transformer Engine",)),
+    "fp4": (
+        ["--gpu", "b200", *WORDS, "--bf16", *LOCAL, "--fp4-format", "e2m1"],
+        1,
+        ("ERROR  ValueError: fp4: needs Transformer Engine",),
+    ),
     "no mxfp8": (
         [*ON_GPU, "--fp8-format", "hybrid", "--fp8-recipe", "mxfp8"],
         1,
