@@ -60,8 +60,7 @@ class Schedule:
         self._reducing_shards: deque[Unit] = deque()
         self.refresh_weights = config.cuda_graph_mode
         self._keeps = self._has_skipped = False
-        # Units whose weights a backward inside a forward uses: as that forward does, without reducing gradients.
-        self._inner: list[Unit] | None = None
+        self._inner: list[Unit] | None = None  # those that a backward inside a forward uses, as that forward does
         self.in_callers_forward = False
         self.groups = [group for unit in units for group in unit.groups]
         self._weights = [group.weights for group in self.groups]
