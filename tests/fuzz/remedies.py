@@ -39,8 +39,8 @@ class Remedy(NamedTuple):
 REMEDIES = [
     Remedy(
         "versions of main weights",
-        "runtime/schedule.py",
-        "return any([weights.version not in (None, weights.main._version) for weights in self._weights])",
+        "buffers/weights.py",
+        "return any([weights.version not in (None, weights.main._version) for weights in buffers])",
         "return False",
     ),
     Remedy(
@@ -225,8 +225,8 @@ REMEDIES = [
     Remedy(
         "writes of a forward to later units",
         "runtime/unit.py",
-        "if any([group.weights.version not in (None, group.weights.main._version) for",
-        "if any([False for",
+        "        if are_outdated(",
+        "        if False and are_outdated(",
     ),
     Remedy(
         "earlier .data stays",

@@ -177,14 +177,14 @@ def test_gradients_of_other_micro_batches_outlive_an_exception_in_forward(ranks:
     ranks.run(2, _accumulate, strategy)
 
 
-def _backward_after_backward(strategy: str) -> None:
-    """The backward after a failed one belongs to an earlier forward: no forward begins in between."""
+def _backward_after(strategy: str, where: str, error: type[BaseException], direct: bool) -> None:
+    """The backward after a failed pass belongs to an earlier forward: no forward begins in between."""
     pair = Fragiles(strategy)
     for step in batches(steps=3, per_step=dist.get_world_size()):
         losses = [loss_of(pair.reference, tokens) / len(step) for tokens in step]
         kept = loss_of(pair.sharded, step[dist.get_rank()])
-        with _failing(pair.model, 1, "backward", ValueError):
-            loss_of(pair.sharded, step[0]).backward()
+        with _failing(pair.model, 1, where, error):
+            loss_of(pair.model if direct else pair.sharded, step[0]).backward()
         pair.zero_grad()
         kept.backward()
         sum(losses).backward()
@@ -194,8 +194,13 @@ def _backward_after_backward(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_backward_after_a_failed_backward(ranks: RankPool, strategy: str) -> None:
-    ranks.run(2, _backward_after_backward, strategy)
+@pytest.mark.parametrize(
+    ("where", "error", "direct"), [("backward", ValueError, False), ("forward", KeyboardInterrupt, True)]
+)
+def test_backward_after_a_failed_pass(
+    ranks: RankPool, strategy: str, where: str, error: type[BaseException], direct: bool
+) -> None:
+    ranks.run(2, _backward_after, strategy, where, error, direct)
 
 
 @contextmanager

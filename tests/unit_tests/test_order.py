@@ -12,7 +12,7 @@ from torch import nn
 
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron_fsdp import fully_shard
-from tests.exchanges import both_exchanges, delayed
+from tests.exchanges import both_exchanges, delayed, seen
 from tests.models import FP32_GRADS, STRATEGIES, TinyModel, assert_same_weights, batches, device, loss_of, shard
 from tests.ranks import DEVICE, RankPool
 
@@ -45,6 +45,23 @@ def test_delays_change_no_bit(ranks: RankPool, strategy: str, dtype: torch.dtype
     expected = ranks.run(3, _train, strategy, dtype, None)
     for seed in range(2):
         assert ranks.run(3, _train, strategy, dtype, seed) == expected
+
+
+def _forwards_after_a_step(strategy: str) -> None:
+    model, optimizer = shard(TinyModel().to(device()), strategy)
+    tokens = batches(steps=1, per_step=1)[0, 0]
+    loss_of(model, tokens).backward()
+    optimizer.step()
+    loss_of(model, tokens).backward()
+    with seen("all_gather") as calls:
+        loss_of(model, tokens).backward()
+        loss_of(model, tokens)
+    assert not calls
+
+
+@both_exchanges("strategy", ["optim", "optim_grads"])
+def test_full_weights_are_gathered_once_per_step(ranks: RankPool, strategy: str) -> None:
+    ranks.run(2, _forwards_after_a_step, strategy)
 
 
 class Recurrent(nn.Module):

@@ -168,7 +168,8 @@ class WeightBuffer:
         if self.main_is_apart:
             self.main = context.main_buffer(_length(self.owned.main), dtypes.main_params).zero_()
         else:
-            self.main = self.planes[0].own
+            # ``.data``: a collective counts as a write of the buffer, and must not as one of the main weights.
+            self.main = self.planes[0].own.data
         self._loaded: torch.Tensor | None = None
         self.batch: QuantizationBatch | None = None
         self.unsharding: dict[Handle, list[WeightPlane]] = {}
@@ -397,6 +398,11 @@ class WeightBuffer:
     def _free(self) -> None:
         for plane in self.planes:
             plane.buffer.free()
+
+
+def are_outdated(buffers: list[WeightBuffer]) -> bool:
+    """Whether main weights were written by something else than an optimizer since they were unsharded."""
+    return any([weights.version not in (None, weights.main._version) for weights in buffers])
 
 
 def _length(span: slice) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from megatron.fsdp.buffers.weights import PlaneSet
+from megatron.fsdp.buffers.weights import PlaneSet, are_outdated
 from megatron.fsdp.comm.context import CommContext
 from megatron.fsdp.comm.streams import is_capturing
 from megatron.fsdp.config import FSDPConfig
@@ -168,7 +168,7 @@ class Schedule:
 
     def _follow_writes(self) -> None:
         """Unshard all weights again if main weights were written since they were unsharded."""
-        if self._is_outdated and not self.passes.by_caller:
+        if are_outdated(self._weights) and not self.passes.by_caller:
             # Unshards that were started may have read a mixture of values.
             self.reset()
             self.invalidate()
@@ -177,14 +177,6 @@ class Schedule:
         """Mark compute weights as out of date after main weights have changed; the next use unshards again."""
         for weights in self._weights:
             weights.invalidate()
-
-    @property
-    def _is_outdated(self) -> bool:
-        """Whether main weights were written by something else than an optimizer since they were unsharded.
-
-        All weights are then unsharded again, in the order of the plan.
-        """
-        return any([weights.version not in (None, weights.main._version) for weights in self._weights])
 
     def _follow_freezing(self) -> None:
         """Apply changes of ``requires_grad`` since the last pass."""
@@ -205,7 +197,7 @@ class Schedule:
         self.plans.begin_backward()
         for unit in self.units:
             unit.new_backward()
-        if self._is_outdated:
+        if are_outdated(self._weights):  # all are unsharded again, in the order of the plan
             self.invalidate()
             for unit in self.units:
                 if unit.state is WeightState.UNSHARDED:
@@ -344,7 +336,10 @@ class Schedule:
     def begin_inner_backward(self) -> None:
         """Handle the start of a backward of autograd's: it may be one in a forward of this model, as for forces."""
         if not self.passes.in_backward and any(unit.state is WeightState.FORWARD for unit in self.units):
-            self._inner = []
+            if any(unit.runs_forward() for unit in self.units):
+                self._inner = []
+            else:
+                self.reset()
 
     def end_inner_backward(self) -> None:
         """Reshard the units that a backward in a forward has used."""

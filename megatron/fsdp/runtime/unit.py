@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from enum import Enum
@@ -15,8 +16,9 @@ from torch.utils._pytree import tree_map
 from megatron.fsdp.buffers.flat_buffer import storage_id
 from megatron.fsdp.buffers.parameter_group import ParameterGroup
 from megatron.fsdp.buffers.pool import Slot
-from megatron.fsdp.buffers.weights import PlaneSet
+from megatron.fsdp.buffers.weights import PlaneSet, are_outdated
 from megatron.fsdp.comm.journal import Channel, Log, report_on_failure
+from megatron.fsdp.helpers.autograd import in_backward
 from megatron.fsdp.helpers.labels import profiled
 from megatron.fsdp.helpers.weak import not_compiled, weak_method
 from megatron.fsdp.quantized.storage import Direction, storage_of
@@ -102,6 +104,7 @@ class Unit:
         self.expected_by: set[Direction] = set()
         self.channel = Channel(Log([]))
         self._schedule: Callable[[], Schedule | None] = lambda: None
+        self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._before: Callable[..., Any] = weak_method(self.pre_forward)
         self._after: Callable[..., Any] = weak_method(self.post_forward)
         self._state = WeightState.SHARDED
@@ -206,7 +209,7 @@ class Unit:
 
     def follow_writes(self) -> None:
         """Unshard again if the forward of another unit has written main weights since the unshard was started."""
-        if any([group.weights.version not in (None, group.weights.main._version) for group in self.groups]):
+        if are_outdated([group.weights for group in self.groups]):
             for group in self.groups:
                 group.weights.invalidate()
             self.unshard()
@@ -396,7 +399,7 @@ class Unit:
                 call any of these nested wrappers.
             schedule: Called by the hooks. It is referred to weakly, because the modules hold the hooks.
         """
-        self._schedule = weakref.ref(schedule)
+        self._schedule, self._modules = weakref.ref(schedule), weakref.WeakSet(modules)
         self._before, self._after = not_compiled(self._before), not_compiled(self._after)
         for module in modules:
             if module._compiled_call_impl is not None:
@@ -434,6 +437,8 @@ class Unit:
                 f"FSDP unit {self.label}: torch.func (vmap, grad, jvp, jacrev) does not work through a sharded model. "
                 "Use torch.autograd.grad, torch.autograd.functional.jacobian, or a loop in place of vmap."
             )
+        if self._depth and not self.runs_forward():
+            schedule.reset()
         self._depth += 1
         if self._depth > 1 or not schedule.before_forward(self):
             return None
@@ -443,6 +448,18 @@ class Unit:
         else:
             self.unwatched = True
         return watched
+
+    def runs_forward(self) -> bool:
+        """Whether a forward of the unit is on the stack. torch calls no hook if KeyboardInterrupt has ended one."""
+        if self._depth == 0 or in_backward():
+            return self._depth > 0
+        frame = sys._getframe()
+        while (caller := frame.f_back) is not None:
+            frame = caller
+            of = frame.f_locals["self"] if frame.f_code in _CALLS else None
+            if of is self or of in self._modules:
+                return True
+        return False
 
     def post_forward(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         """Forward hook. ``output`` is None if the module has raised an exception."""
@@ -536,6 +553,9 @@ class Unit:
         self.reshard()
         for group in self.groups:
             group.weights.drop_kept()
+
+
+_CALLS = (nn.Module._call_impl.__code__, Unit.call.__code__)
 
 
 def as_forward(unit: Unit, module: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
