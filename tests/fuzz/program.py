@@ -122,7 +122,7 @@ def run(batch: list[Program], torchs: bool, folder: Path, seconds: int) -> list[
         faulthandler.dump_traceback_later(seconds - 2, file=trace)
         if program.setting.mesh not in places:
             places[program.setting.mesh] = meshes(program.setting)
-        late = program.setting.slow in ("all", *(["first"] if dist.get_rank() == 0 else []))
+        late = program.setting.slow == "all" or (program.setting.slow == "first" and dist.get_rank() == 0)
         with delayed(lambda: 0.004) if late else contextlib.nullcontext():
             mine = _run(program, places[program.setting.mesh], torchs)
         try:

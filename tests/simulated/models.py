@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_fsdp import fully_shard
 from tests.models import FP32_GRADS, Block, TinyModel
@@ -23,6 +24,12 @@ class Skips(TinyModel):
         for block in self.blocks[self.skips :]:
             x = block(x)
         return self.head(self.norm(x))
+
+
+def two_axes() -> dict[str, Any]:
+    """Settings of 2 x 2 ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    return {"device_mesh": mesh, "dp_shard_dim": "inner", "dp_outer_dim": "outer"}
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:

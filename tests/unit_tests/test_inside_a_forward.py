@@ -11,7 +11,7 @@ from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
 from megatron_fsdp import fully_shard_model
 from tests.models import device
 from tests.ranks import RankPool
-from tests.unit_tests.test_same_answer import SETTINGS, Block, Model, Side, batch, same
+from tests.unit_tests.test_same_answer import SETTINGS, Block, Model, same, train
 
 
 class Forces(Model):
@@ -79,17 +79,10 @@ MODELS: dict[str, Any] = {
 }
 
 
-def _train(side: Side) -> torch.Tensor:
-    loss = side.model(batch()).pow(2).mean()
-    loss.backward()
-    side.step()
-    return loss
-
-
 def _same(name: str) -> None:
     # Without a buffer that units share: they are needed at the same time.
     settings = [each for each in SETTINGS if name not in ("learning", "forces") or each != "double buffer"]
-    same(_train, MODELS[name], settings)
+    same(train, MODELS[name], settings)
 
 
 @pytest.mark.parametrize("name", MODELS)

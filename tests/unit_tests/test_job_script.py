@@ -79,6 +79,14 @@ def test_the_examples_lose_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert [found[:21] for found in job.problems(job.read(path), 60, 60)] == ["the grace of 70 s is "]
 
 
+def test_the_time_limit_of_the_environment_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SBATCH_TIMELIMIT", "10")
+    assert "500 steps of 60 s" in "\n".join(found_in(tmp_path / "run.sbatch", GOOD))
+    assert job.read(EXAMPLES / "llama3_70b.sbatch").time_limit == 600
+    found = found_in(tmp_path / "run.sh", "python train.py --exit-signal-handler\n")
+    assert not any("queue" in problem for problem in found), "without Slurm there is none"
+
+
 def test_a_handler_in_the_loop_is_found(tmp_path: Path) -> None:
     script = GOOD.replace("--exit-signal-handler", "").replace("pretrain_gpt.py", "loop.py")
     assert "no handler" in found_in(tmp_path / "run.sbatch", script)[0]

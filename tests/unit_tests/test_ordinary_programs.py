@@ -14,7 +14,7 @@ from torch import nn
 from megatron_fsdp import fully_shard_model
 from tests.models import device
 from tests.ranks import DEVICE, RankFailure, RankPool
-from tests.unit_tests.test_same_answer import Block, Model, Side, batch, same
+from tests.unit_tests.test_same_answer import Block, Model, Side, batch, same, train
 
 
 def _in_turns(program: int, settings: list[str]) -> None:
@@ -119,15 +119,8 @@ class Parts(nn.Module):
         return (x @ self.up.T).tanh() @ self.down.T * self.scale + self.shift * self.slopes
 
 
-def _step(side: Side) -> torch.Tensor:
-    loss = side.model(batch()).pow(2).mean()
-    loss.backward()
-    side.step()
-    return loss
-
-
 def test_parameters_that_are_parts_of_one_tensor(ranks: RankPool) -> None:
-    ranks.run(2, same, _step, Parts, ["without units"])
+    ranks.run(2, same, train, Parts, ["without units"])
 
 
 def _shard_parts(shared: str) -> None:

@@ -381,14 +381,15 @@ def _moves_weights(lstm: nn.LSTM) -> None:
 
 def _recurrent_on_cuda() -> None:
     with patch.object(nn.LSTM, "flatten_parameters", _moves_weights):
-        same(_loss, Recurrent, list(SETTINGS))
+        same(train, Recurrent, list(SETTINGS))
 
 
 def test_recurrent_layers_that_move_their_weights(ranks: RankPool) -> None:
     ranks.run(2, _recurrent_on_cuda)
 
 
-def _loss(side: Side) -> torch.Tensor:
+def train(side: Side) -> torch.Tensor:
+    """A step of the mean square of what the model returns."""
     loss = side.model(batch()).pow(2).mean()
     loss.backward()
     side.step()
@@ -398,7 +399,7 @@ def _loss(side: Side) -> torch.Tensor:
 def _recurrent(units: Any) -> None:
     for name in SETTINGS:
         SETTINGS[name].setdefault("fsdp_unit_modules", units)
-    same(_loss, Recurrent, list(SETTINGS))
+    same(train, Recurrent, list(SETTINGS))
 
 
 @pytest.mark.parametrize("units", ["Block", "LSTM"])

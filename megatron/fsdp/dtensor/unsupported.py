@@ -34,11 +34,11 @@ _REMEDY_OF = {name: remedy for names, remedy in _REMEDIES.items() for name in na
 # Sets the error that an access of a storage's memory raises. torch 2.11 and 2.12 cannot take it back.
 _CAN_ALLOW = hasattr(torch._C, "_clear_storage_data_ptr_access_error_msg")
 refuse_reads = torch._C._set_storage_data_ptr_access_error_msg if _CAN_ALLOW else None
-# ``plain.data = sharded.data`` takes the storage of the wrapper.
 NO_COPY = (
     "A sharded model cannot be copied. For averaged weights, copy its state: {name: value.clone() for name, value in "
     "model.state_dict().items()}. For a second model, build and shard another one, and load this state into it."
 )
+# ``plain.data = sharded.data`` takes the storage of the wrapper.
 NO_MEMORY = (
     "This tensor was given the .data of a sharded tensor, which has no memory of its own. Copy the full tensor "
     "instead: plain.data.copy_(sharded.full_tensor())."

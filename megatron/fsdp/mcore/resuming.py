@@ -180,30 +180,25 @@ def _unusable(folder: Path) -> str:
             "expected a checkpoint of Megatron; got safetensors files. Convert them with megatron-fsdp-inspector "
             "import-safetensors, and load its output with --finetune."
         )
-    parts = [name for name in names if name.endswith(".distcp") or name in (COMMON, FORMAT_FILE)]
-    if parts:
-        return (
-            f"expected a whole checkpoint; got {parts[0]} without {METADATA}: it was not saved or not copied to the "
-            "end. Save, copy or convert it again, or give another --load."
-        )
     args = megatron_arguments()
-    if args is None or getattr(args, "load", None) == getattr(args, "save", None):
-        return ""  # the first save of this run may have been killed
-    half = [name for name in numbered if _has_parts(folder / name)]
+    # Otherwise the first save of this run may have been killed.
+    another = args is not None and getattr(args, "load", None) != getattr(args, "save", None)
+    half = [name for name in names if _is_part(name)]
+    half += [name for name in numbered if another and any(_is_part(path.name) for path in (folder / name).iterdir())]
     if half:
         return (
             f"expected a whole checkpoint; got {half[-1]} without {METADATA}: it was not saved or not copied to the "
-            "end. Save or copy it again, or give another --load."
+            "end. Save, copy or convert it again, or give another --load."
         )
-    inside = [name for name in names if (folder / name / TRACKER).is_file()]
+    inside = [name for name in names if another and (folder / name / TRACKER).is_file()]
     if inside:
         found = folder / inside[0]
         return f"expected a folder of checkpoints; got one that contains such a folder. Give {found} to --load."
     return ""
 
 
-def _has_parts(folder: Path) -> bool:
-    return any(path.name.endswith(".distcp") or path.name in (COMMON, FORMAT_FILE) for path in folder.iterdir())
+def _is_part(name: str) -> bool:
+    return name.endswith(".distcp") or name in (COMMON, FORMAT_FILE)
 
 
 def _verifies() -> bool:

@@ -111,11 +111,11 @@ class LocalStep:
         """The plain parameter for a main weight, with its gradient and state; other parameters stay as they are."""
         if main not in self._dp_groups:
             return main
-        local = self._local.get(main)
+        local, shard = self._local.get(main), local_shard(main)
         if local is None:
-            local = self._local[main] = _Shown(local_shard(main))
+            local = self._local[main] = _Shown(shard)
             local.main = main
-        elif local.data_ptr() != (shard := local_shard(main)).data_ptr():  # the main weight has moved
+        elif local.data_ptr() != shard.data_ptr():  # the main weight has moved
             local.data = shard
         if local.requires_grad is not main.requires_grad:
             local.requires_grad = main.requires_grad

@@ -10,29 +10,24 @@ from megatron.fsdp.helpers.spelling import did_you_mean
 MIB, GIB = 1 << 20, 1 << 30
 
 # Total memory in MiB that nvidia-smi reports, which is less than the number in the product's name times 1,024: ECC and
-# firmware take a part. Drivers differ by some hundred MiB.
+# firmware take a part. Drivers differ by some hundred MiB. Second, the compute capability.
 GPUS = {
-    "v100-16": 16384,
-    "v100-32": 32768,
-    "t4": 15360,
-    "a10": 23028,
-    "l4": 23034,
-    "l40s": 46068,
-    "a100-40": 40960,
-    "a100-80": 81920,
-    "h100": 81559,
-    "h100-nvl": 95830,
-    "h200": 143771,
-    "b200": 183359,
-    "gb200": 189471,
-    "rtx3090": 24576,
-    "rtx4090": 24564,
-    "rtx5090": 32607,
-}
-# Compute capabilities, by the beginning of the name.
-_CAPABILITIES = {
-    **{"v100": (7, 0), "t4": (7, 5), "a100": (8, 0), "a10": (8, 6), "rtx3090": (8, 6), "l4": (8, 9), "rtx4090": (8, 9)},
-    **{"h": (9, 0), "b200": (10, 0), "gb200": (10, 0), "rtx5090": (12, 0)},
+    "v100-16": (16384, (7, 0)),
+    "v100-32": (32768, (7, 0)),
+    "t4": (15360, (7, 5)),
+    "a10": (23028, (8, 6)),
+    "l4": (23034, (8, 9)),
+    "l40s": (46068, (8, 9)),
+    "a100-40": (40960, (8, 0)),
+    "a100-80": (81920, (8, 0)),
+    "h100": (81559, (9, 0)),
+    "h100-nvl": (95830, (9, 0)),
+    "h200": (143771, (9, 0)),
+    "b200": (183359, (10, 0)),
+    "gb200": (189471, (10, 0)),
+    "rtx3090": (24576, (8, 6)),
+    "rtx4090": (24564, (8, 9)),
+    "rtx5090": (32607, (12, 0)),
 }
 _UNITS = {"": 10**9, "gb": 10**9, "gib": GIB, "mb": 10**6, "mib": MIB, "tb": 10**12, "tib": 1 << 40}
 
@@ -61,8 +56,9 @@ def gpu_memory(name: str) -> Capacity:
             f"expected one of {', '.join(GPUS)}; got {name!r}.{did_you_mean(key, GPUS)} "
             "Give any other device's memory with --device-memory."
         )
-    found = Capacity(GPUS[key] * MIB)
-    found.gpu, found.capability = key, next(v for k, v in _CAPABILITIES.items() if key.startswith(k))
+    mebibytes, capability = GPUS[key]
+    found = Capacity(mebibytes * MIB)
+    found.gpu, found.capability = key, capability
     return found
 
 

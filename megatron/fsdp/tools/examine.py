@@ -28,6 +28,7 @@ from megatron.fsdp.mcore import cpu
 from megatron.fsdp.mcore.cpu import arguments as cpu_arguments
 from megatron.fsdp.mcore.limits import MUON, Settings, broken
 from megatron.fsdp.mcore.patches import install, uninstall
+from megatron.fsdp.quantized.transformer_engine import MXFP8, NVFP4, Blockwise, Float8, TransformerEngineStorage
 from megatron.fsdp.tools.activations import activation_bytes, workload
 from megatron.fsdp.tools.devices import Capacity
 from megatron.fsdp.tools.estimate import AxisSizes, Outline, estimate_outline, outline, usage
@@ -256,22 +257,22 @@ def _examining(
     return validate
 
 
-# The lowest compute capability of devices with a format, by recipe.
-_NEEDED = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
+# The formats of recipes.
+_FORMATS: dict[str, type[TransformerEngineStorage]] = {
+    **{"delayed": Float8, "tensorwise": Float8, "blockwise": Blockwise, "mxfp8": MXFP8}
+}
 
 
 def _require_formats(args: Any, capacity: Capacity) -> None:
     """Raise ValueError if a GPU lacks the format of FP8 or FP4 that a command line asks for."""
-    recipe = getattr(args.fp8_recipe, "value", args.fp8_recipe) if args.fp8 else None
-    asked = {
-        f"--fp8-recipe {recipe}": _NEEDED.get(str(recipe), (0, 0)),
-        "--fp4-format": (10, 0) if args.fp4 else (0, 0),
-    }
-    for flag, needed in asked.items():
-        if capacity.capability < needed:
-            names = [", ".join(map(str, each)).replace(", ", ".") for each in (needed, capacity.capability)]
+    recipe = str(getattr(args.fp8_recipe, "value", args.fp8_recipe))
+    asked = {f"--fp8-recipe {recipe}": _FORMATS.get(recipe) if args.fp8 else None}
+    asked["--fp4-format"] = NVFP4 if args.fp4 else None
+    for flag, storage in asked.items():
+        if storage is not None and capacity.capability < storage.capability:
+            needed, present = (".".join(map(str, each)) for each in (storage.capability, capacity.capability))
             raise ValueError(
-                f"{flag}: needs a GPU with compute capability {names[0]} or higher; {capacity.gpu} has {names[1]}. Use "
+                f"{flag}: needs a GPU with compute capability {needed} or higher; {capacity.gpu} has {present}. Use "
                 "bf16, or a recipe that docs/guide/fp8.md lists for this GPU."
             )
 

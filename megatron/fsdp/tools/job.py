@@ -38,9 +38,13 @@ class Job:
         """Whether it ends as the examples do, in ``job.bash``."""
         return TAIL in self.text
 
+    @property
+    def _command(self) -> list[str]:
+        return self.words or re.split(r"[\s\"'=]+", self.text)
+
     def has(self, flag: str) -> bool:
         """Whether the command has a flag."""
-        return flag in (self.words or re.split(r"[\s\"'=]+", self.text))
+        return flag in self._command
 
     @property
     def handles_signals(self) -> bool:
@@ -53,7 +57,7 @@ class Job:
 
     def word(self, flag: str) -> str:
         """The word after a flag of the command, or after a variable and =; empty if there is none."""
-        words = self.words or re.split(r"[\s\"'=]+", self.text)
+        words = self._command
         return words[words.index(flag) + 1] if flag in words[:-1] else ""
 
     def number(self, flag: str) -> float | None:
@@ -93,13 +97,13 @@ def read(path: Path) -> Job:
                 elif options:  # the value of the option before it
                     options[list(options)[-1]] = word
     text = "\n".join(line for line in lines if not line.lstrip().startswith("#"))
-    if "SBATCH_TIMELIMIT" in os.environ:
-        options["time"] = os.environ["SBATCH_TIMELIMIT"]
     job = Job(path.parent, text, options)
     if job.shares_tail:
         # What it gives to sbatch, which prefers that to the script's lines.
         grace = os.environ.get("GRACE") or f"{job.grace or 600:.0f}"
         job.options = {**options, "signal": f"TERM@{grace}", "requeue": "", "open-mode": "append"}
+    if job.options and "SBATCH_TIMELIMIT" in os.environ:
+        job.options["time"] = os.environ["SBATCH_TIMELIMIT"]
     if job.shares_tail or "DRY_RUN" in text:
         environment = {**os.environ, "DRY_RUN": "1"}
         run = subprocess.run(["bash", str(path)], env=environment, capture_output=True, text=True)

@@ -46,7 +46,7 @@ def apart(side: Side, orders: tuple[tuple[int, ...], ...]) -> Any:
         # docs/limits.md: until a plan has it, ranks cannot gather weights again for a unit that runs twice on some.
         orders = ((0,), (1,))
     if side.setting.features.forces != "no":
-        orders = (orders[0], orders[0])  # the same: blocks run again, backward
+        orders = (orders[0], orders[0])  # the gradients in the forward gather units again, as above
     side.uneven = True
     loss = side.loss(side.model(side.batch(1), orders[side.place.rank % 2]))
     side.losses.append(loss)

@@ -20,7 +20,7 @@ from tests.models import STRATEGIES, Block, TinyModel, adamw, batches, loss_of, 
 from tests.ranks import DEVICE as REAL_DEVICE
 from tests.ranks import RankPool
 from tests.simulated.device import DEVICE, SimulatedDevice, simulated_device
-from tests.simulated.models import BF16, assert_clean, sharded
+from tests.simulated.models import BF16, assert_clean, sharded, two_axes
 from tests.simulated.ranks import fake_ranks
 
 pytestmark = pytest.mark.skipif(REAL_DEVICE == "cuda", reason="computes on CPU tensors")
@@ -119,8 +119,7 @@ def _with_groups(settings: dict[str, Any]) -> dict[str, Any]:
     """Settings with a mesh, which only exists on the ranks."""
     settings = dict(settings)
     if settings.pop("two_axes", False):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-        settings |= {"device_mesh": mesh, "dp_shard_dim": "inner", "dp_outer_dim": "outer"}
+        settings |= two_axes()
     if settings.pop("apart", False):
         mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
         settings |= {"device_mesh": mesh, "dp_shard_dim": "dp", "fsdp_group_ag": dist.new_group(range(4))}

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from megatron.fsdp.buffers.gradients import GradientBuffer
 from megatron.fsdp.buffers.pool import FixedPool
@@ -44,7 +43,7 @@ from tests.simulated.faults import (
     waits_for_unshard_stream,
     weights_allocated_in_reduce_stream,
 )
-from tests.simulated.models import BF16, Skips, sharded
+from tests.simulated.models import BF16, Skips, sharded, two_axes
 from tests.simulated.ranks import fake_ranks
 from tests.simulated.streams import HostWait
 
@@ -72,8 +71,7 @@ def _train(sim: SimulatedDevice, settings: dict[str, Any]) -> None:
     """Three steps of two micro-batches, whose compute may be on another stream than the default one."""
     settings = dict(settings)
     if settings.pop("two_axes", False):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-        settings |= {"device_mesh": mesh, "dp_shard_dim": "inner", "dp_outer_dim": "outer"}
+        settings |= two_axes()
     with torch.cuda.stream(torch.cuda.Stream() if settings.pop("side_stream", False) else None):
         model, optimizer = sharded(**settings)
         for micro_batches in batches(3, 2).to(DEVICE):
@@ -335,18 +333,24 @@ FAULTS: dict[str, Fault] = {
 }
 
 
+def find(plant: Plant, program: Callable[[SimulatedDevice], None], report: tuple[str, ...]) -> list[Any]:
+    """Run a program without a mistake and with it. Returns its races, of which one has all parts of the report."""
+    with _simulation(None) as sim:
+        program(sim)
+        assert sim.races == []
+    with _simulation(plant) as sim:
+        program(sim)
+        reports = [str(race) for race in sim.races]
+        assert any(all(part in each for part in report) for each in reports), "\n".join(reports[:3])
+        return sim.races
+
+
 def _find(what: str) -> None:
     fault = FAULTS[what]
-    with _simulation(None) as sim:
-        _train(sim, fault.settings)
-        assert sim.races == []
-    with _simulation(fault.plant) as sim:
-        _train(sim, fault.settings)
-        reports = [str(race) for race in sim.races]
-        assert any(all(part in report for part in fault.report) for report in reports), "\n".join(reports[:3])
-        if what == "unshard is not waited for":
-            # Seen through a parameter that is a view of the flat buffer: blocks start at multiples of 512 bytes.
-            assert any(race.memory.start % 512 for race in sim.races)
+    races = find(fault.plant, lambda sim: _train(sim, fault.settings), fault.report)
+    if what == "unshard is not waited for":
+        # Seen through a parameter that is a view of the flat buffer: blocks start at multiples of 512 bytes.
+        assert any(race.memory.start % 512 for race in races)
 
 
 @pytest.mark.parametrize("what", FAULTS)

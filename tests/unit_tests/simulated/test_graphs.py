@@ -9,7 +9,6 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from megatron.fsdp.comm.journal import Journal, Watchdog
 from megatron.fsdp.comm.streams import CudaStream
@@ -18,7 +17,7 @@ from tests.ranks import DEVICE as REAL_DEVICE
 from tests.ranks import RankPool
 from tests.simulated.device import DEVICE, SimulatedDevice, simulated_device
 from tests.simulated.graphs import SimulatedGraph
-from tests.simulated.models import BF16, Skips, adamw, sharded
+from tests.simulated.models import BF16, Skips, adamw, sharded, two_axes
 from tests.simulated.ranks import fake_ranks
 from tests.simulated.streams import CaptureError
 from tests.slow import all_but_slow
@@ -112,9 +111,7 @@ def test_a_replayed_iteration_trains_as_an_eager_one(ranks: RankPool, strategy: 
 
 
 def _with_two_axes(outer: str) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-    axes = {"device_mesh": mesh, "dp_shard_dim": "inner", "dp_outer_dim": "outer"}
-    _equal({**axes, "outer_dp_sharding_strategy": outer}, {})
+    _equal({**two_axes(), "outer_dp_sharding_strategy": outer}, {})
 
 
 @pytest.mark.parametrize("outer", ["no_shard", "optim"])
@@ -199,9 +196,7 @@ LEFT = {"an unshard": _evaluates_without_a_unit, "a reduction": _drops_gradients
 
 def _captures_after(what: str) -> None:
     with fake_ranks(4), simulated_device() as sim:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-        axes = {"device_mesh": mesh, "dp_shard_dim": "inner", "dp_outer_dim": "outer"}
-        model, optimizer = _sharded(kind=Skips, outer_dp_sharding_strategy="optim", **axes)
+        model, optimizer = _sharded(kind=Skips, outer_dp_sharding_strategy="optim", **two_axes())
         data = batches(1, 1)[0].to(DEVICE)
         for _ in range(WARM_UP):
             _backward(model, data)

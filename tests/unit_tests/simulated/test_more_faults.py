@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 
 from megatron.fsdp.buffers.gradients import GradientBuffer
 from megatron.fsdp.buffers.pool import FixedPool, Writer
@@ -22,10 +21,11 @@ from megatron_fsdp import MixedPrecisionPolicy
 from tests.models import batches, loss_of
 from tests.ranks import DEVICE as REAL_DEVICE
 from tests.ranks import RankPool
-from tests.simulated.device import DEVICE, SimulatedDevice
+from tests.simulated.device import DEVICE
 from tests.simulated.faults import Ended
-from tests.simulated.models import BF16, sharded
-from tests.unit_tests.simulated.test_faults import HSDP, HYBRID, OFFLOAD, ZERO_3, Plant, _replace, _simulation, _train
+from tests.simulated.models import BF16, sharded, two_axes
+from tests.unit_tests.simulated.test_faults import HSDP, HYBRID, OFFLOAD, ZERO_3, _replace, _train, find
+from tests.unit_tests.simulated.test_more import _use_memory
 
 pytestmark = [
     pytest.mark.every_strategy,
@@ -223,22 +223,13 @@ ROWS: dict[str, tuple[Any, str, Callable[..., Any], dict[str, Any], tuple[str, .
 }
 
 
-def _axes(outer: str = "no_shard") -> dict[str, Any]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-    return {"device_mesh": mesh, "dp_shard_dim": "inner", "dp_outer_dim": "outer", "outer_dp_sharding_strategy": outer}
-
-
 def _tokens(steps: int) -> torch.Tensor:
     return batches(steps, 1).to(DEVICE).flatten(0, 1)
 
 
-def _use_memory() -> None:
-    _ = [torch.zeros(100, device=DEVICE) for _ in range(300)]
-
-
 def broadcast_after_start_param_sync() -> None:
     """As in test_more.py, but with replicas: with ZeRO-1 and ZeRO-3 on one axis nothing is broadcast."""
-    model, optimizer = sharded(**ZERO_3, **_axes())
+    model, optimizer = sharded(**ZERO_3, **two_axes())
     for tokens in _tokens(2):
         loss_of(model, tokens).backward()
         optimizer.step()
@@ -254,7 +245,7 @@ def initial_values_of_the_first_rank() -> None:
 
 def deleted_while_reducing_over_two_axes() -> None:
     for outer in ("no_shard", "optim"):
-        model, optimizer = sharded(**ZERO_3, **_axes(outer))
+        model, optimizer = sharded(**ZERO_3, **two_axes(), outer_dp_sharding_strategy=outer)
         model.set_model_auto_sync(False)
         loss_of(model, _tokens(1)[0]).backward()
         del model, optimizer
@@ -264,7 +255,7 @@ def deleted_while_reducing_over_two_axes() -> None:
 
 def cleared_while_reducing_over_two_axes() -> None:
     """zero_grad while the outer reductions are in flight."""
-    model, optimizer = sharded(**ZERO_3, **_axes("optim"))
+    model, optimizer = sharded(**ZERO_3, **two_axes(), outer_dp_sharding_strategy="optim")
     for tokens in _tokens(3):
         model.set_model_auto_sync(False)
         loss_of(model, tokens).backward()
@@ -330,17 +321,6 @@ PROGRAMS: dict[str, tuple[Any, str, Callable[..., Any], Callable[[], None], tupl
         ("_allgather_base_ writes on stream 2", "sum reads on stream 0"),
     ),
 }
-
-
-def find(plant: Plant, program: Callable[[SimulatedDevice], None], report: tuple[str, ...]) -> None:
-    """Run a program without the mistake and with it; one race must have all parts of the report."""
-    with _simulation(None) as sim:
-        program(sim)
-        assert sim.races == []
-    with _simulation(plant) as sim:
-        program(sim)
-        reports = [str(race) for race in sim.races]
-        assert any(all(part in each for part in report) for each in reports), "\n".join(reports[:3])
 
 
 def _find(what: str) -> None:

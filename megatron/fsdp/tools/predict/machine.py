@@ -5,7 +5,7 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron.fsdp.tools.devices import GPUS, gpu_memory
+from megatron.fsdp.tools.devices import gpu_memory
 from megatron.fsdp.tools.predict.ghosts import Cost
 
 
@@ -176,7 +176,7 @@ def cluster_of(name: str) -> Cluster:
         ValueError: It is unknown, or its speed is. The message lists the known ones.
     """
     memory = gpu_memory(name)
-    key = next(key for key in GPUS if gpu_memory(key) == memory)
+    key = memory.gpu
     if key not in SPEEDS:
         raise ValueError(f"expected one of {', '.join(SPEEDS)}, whose speeds are known; got {name!r}.")
     half, single, bandwidth, inside, between, per_host = SPEEDS[key]
