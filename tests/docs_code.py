@@ -18,7 +18,8 @@ from tests.launch import start
 from tests.ranks import PRELOADED, ROOT, path_for_children
 
 FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>`{3,}|~{3,}) *\{?\.?(?P<language>[\w+-]*)")
-COMMENT = re.compile(r"^ *<!-- *(?P<text>.*?) *-->$")
+# Readers see the second form: the code was never run, for want of a machine or of files.
+COMMENT = re.compile(r"^ *(?:<!-- *(?P<text>.*?) *-->|\*(?P<seen>Not run: .*?)\.?\*)$")
 HIDDEN = re.compile(r"^ *<!-- *hidden$")
 SCRIPT = re.compile(r"script: (?P<name>[\w-]+\.py)(?: on (?P<ranks>\d+) ranks?)?")
 COMMAND = re.compile(r"(?P<kind>run|doctor|not run)(?:: (?P<value>.+))?")
@@ -91,7 +92,7 @@ def read_page(path: Path) -> Page:
             _add(page, fence["language"], mark, number, block)
             number += len(block) + 1
         elif comment := COMMENT.match(line):
-            mark = comment["text"]
+            mark = comment["text"] or comment["seen"].replace("Not", "not", 1)
             if mark.startswith("script"):
                 script, mark = _named_script(page, mark, number), ""
             continue

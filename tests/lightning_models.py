@@ -93,7 +93,7 @@ def trainer(strategy: Any, ranks: int, folder: Path, **settings: Any) -> L.Train
 sharded = functools.partial(MegatronFSDPStrategy, [Block])
 
 
-def whole(state: dict[str, Any]) -> dict[str, Any]:
+def full(state: dict[str, Any]) -> dict[str, Any]:
     """A state dict whose DTensors are gathered. A collective."""
     return {n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in state.items()}
 

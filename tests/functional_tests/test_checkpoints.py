@@ -71,7 +71,7 @@ def content(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
     reader = CheckpointReader(of_iteration(folder))
     reader.check()
     objects = {key: reader.read_object(key) for key in reader.objects if ".param_to_group_meta." in key}
-    return {key: tensor.whole() for key, tensor in reader.tensors.items() if not key.startswith("rng")}, objects
+    return {key: tensor.full_tensor() for key, tensor in reader.tensors.items() if not key.startswith("rng")}, objects
 
 
 # Resuming ------------------------------------------------------------------------------------------------------------

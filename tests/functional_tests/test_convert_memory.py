@@ -154,7 +154,7 @@ def test_a_killed_conversion_can_be_repeated(tmp_path: Path) -> None:
     found = read_state(tmp_path / "there")
     assert set(found.weights) == set(state.weights)
     for name in sorted(state.weights)[::10]:
-        assert torch.equal(found.weights[name].whole(), state.weights[name].whole()), name
+        assert torch.equal(found.weights[name].full_tensor(), state.weights[name].full_tensor()), name
 
 
 def written(partial: Path) -> int:

@@ -1,6 +1,8 @@
 """Hugging Face's accelerate with sharded models: its loop trains, saves and resumes as it does without sharding."""
 
+import inspect
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
+from megatron_fsdp import fully_shard_model
 from tests.huggingface_training import fresh_process, llama, samples
-from tests.ranks import RankPool
+from tests.ranks import ROOT, RankPool
 
 pytest.importorskip("accelerate")
 # Batches of an epoch, and how many of them one step accumulates: the last step of an epoch has fewer.
@@ -330,3 +333,17 @@ def test_units_are_found(ranks: RankPool, name: str) -> None:
 
 def test_what_does_not_work_raises_an_error(ranks: RankPool) -> None:
     ranks.run(2, rejected)
+
+
+def test_the_page_translates_every_key_of_fsdp_config() -> None:
+    from accelerate.commands.launch import launch_command_parser
+
+    options = {option for action in launch_command_parser()._actions for option in action.option_strings}
+    page = (ROOT / "docs" / "frameworks" / "huggingface.md").read_text()
+    table = page.partition("| accelerate's `fsdp_config` | here |")[2].partition("\n\n")[0]
+    translated = set(re.findall(r"fsdp_\w+", "".join(row.split("|")[1] for row in table.splitlines()[2:])))
+    assert {option[2:] for option in options if option.startswith("--fsdp_")} - translated == set()
+    arguments = set(re.findall(r"`(\w+)(?:=[^`]*)?`", "".join(row.split("|")[2] for row in table.splitlines()[2:])))
+    known = {*inspect.signature(fully_shard_model).parameters, "save_model", "save_state"}
+    known |= {"TrainingArguments", "gradient_checkpointing"}
+    assert {name for name in arguments if not name.isdecimal()} - known == set()

@@ -31,7 +31,7 @@ def _compare(folder: Path, settings: dict[str, Any]) -> None:
     tolerance = 1e-2 if settings.get("precision") else 1e-5
     assert len(net.losses) == 12 and sum(net.losses[6:]) < sum(net.losses[:6])
     torch.testing.assert_close(net.losses, expected.losses, rtol=tolerance, atol=tolerance)
-    for name, value in m.whole(net.state_dict()).items():
+    for name, value in m.full(net.state_dict()).items():
         torch.testing.assert_close(value, expected.state_dict()[name], rtol=tolerance, atol=tolerance, msg=name)
     assert run.callback_metrics["val"] < 1
 
@@ -76,7 +76,7 @@ def _trains_two_networks(folder: Path, zero: int) -> None:
     for strategy in (DDPStrategy(find_unused_parameters=True), m.sharded(zero_dp_strategy=zero)):
         net = Networks()
         m.trainer(strategy, 2, folder).fit(net, m.loader(2, 16))
-        results.append((net.losses, m.whole(net.state_dict())))
+        results.append((net.losses, m.full(net.state_dict())))
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-5)
 
 
@@ -90,14 +90,14 @@ def _save(folder: Path, full: bool) -> tuple[list[float], dict[str, torch.Tensor
 
     run, net = m.fit(m.sharded(save_distributed_checkpoint=not full), 2, folder, accumulate_grad_batches=2)
     assert (folder / "epoch=0.ckpt").is_file() == full
-    return net.losses, m.whole(net.state_dict()), _moments(run)
+    return net.losses, m.full(net.state_dict()), _moments(run)
 
 
 def _moments(run: Any) -> dict[str, torch.Tensor]:
     from tests import lightning_models as m
 
     state = run.optimizers[0].state_dict()["state"]
-    return {f"{number}.{n}": v for number, each in state.items() for n, v in m.whole(each).items()}
+    return {f"{number}.{n}": v for number, each in state.items() for n, v in m.full(each).items()}
 
 
 def _resume(folder: Path, path: Path, full: bool) -> tuple[list[float], dict[str, torch.Tensor], int, list[float]]:
@@ -105,7 +105,7 @@ def _resume(folder: Path, path: Path, full: bool) -> tuple[list[float], dict[str
 
     strategy = m.sharded(save_distributed_checkpoint=not full)
     run, net = m.fit(strategy, 2, folder, path, accumulate_grad_batches=2)
-    return net.losses, m.whole(net.state_dict()), run.global_step, run.lr_scheduler_configs[0].scheduler.get_last_lr()
+    return net.losses, m.full(net.state_dict()), run.global_step, run.lr_scheduler_configs[0].scheduler.get_last_lr()
 
 
 @pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -128,7 +128,7 @@ def _load_only(folder: Path, path: Path, ranks: int, weights: dict, moments: dic
     # The checkpoint is that of the end of training: everything is loaded, and no step follows.
     run, net = m.fit(m.sharded(), ranks, folder, path, accumulate_grad_batches=2)
     assert not net.losses and run.global_step == 6
-    loaded = m.whole(net.state_dict())
+    loaded = m.full(net.state_dict())
     assert all(torch.equal(loaded[name], value) for name, value in weights.items())
     state = _moments(run)
     assert state.keys() == moments.keys() and all(torch.equal(state[name], value) for name, value in moments.items())
@@ -169,7 +169,7 @@ def _full_file(folder: Path) -> None:
     # A plain model, and Lightning's own DDP, take the file.
     loaded = m.Net.load_from_checkpoint(folder / "epoch=1.ckpt")
     assert loaded.hparams.lr == 1e-2
-    for name, value in m.whole(net.state_dict()).items():
+    for name, value in m.full(net.state_dict()).items():
         assert torch.equal(value, loaded.state_dict()[name])
     _, by_ddp = m.fit("ddp", 2, folder / "ddp", path)
     torch.testing.assert_close(by_ddp.losses, net.losses[6:], rtol=1e-5, atol=1e-5)
@@ -237,7 +237,7 @@ def _average(folder: Path) -> None:
     results = []
     for strategy, name in (("ddp", "ddp"), (m.sharded(zero_dp_strategy=1), "1"), (m.sharded(), "3")):
         run, net = m.fit(strategy, 2, folder / name, callbacks=[EMAWeightAveraging(decay=0.5)])
-        results.append((net.losses, run.callback_metrics["val"].item(), m.whole(net.state_dict())))
+        results.append((net.losses, run.callback_metrics["val"].item(), m.full(net.state_dict())))
     expected, *others = results
     for result in others:
         torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
@@ -245,7 +245,7 @@ def _average(folder: Path) -> None:
         m.sharded(), 2, folder / "resumed", folder / "3" / "epoch=0.ckpt", callbacks=[EMAWeightAveraging(decay=0.5)]
     )
     assert net.losses == results[-1][0][6:]
-    for name, value in m.whole(net.state_dict()).items():
+    for name, value in m.full(net.state_dict()).items():
         assert torch.equal(value, results[-1][2][name]), name
 
 
@@ -269,11 +269,11 @@ def _configure_model(folder: Path) -> None:
     net = Deferred()
     m.trainer(m.sharded(), 2, folder).fit(net, m.loader(2))
     assert len(net.losses) == 12 and sum(net.losses[6:]) < sum(net.losses[:6])
-    weights = m.whole(net.state_dict())
+    weights = m.full(net.state_dict())
     other = Deferred()
     run = m.trainer(m.sharded(), 2, folder / "other", max_epochs=2)
     run.fit(other, m.loader(2), ckpt_path=folder / "epoch=1.ckpt")
-    assert all(torch.equal(value, weights[name]) for name, value in m.whole(other.state_dict()).items())
+    assert all(torch.equal(value, weights[name]) for name, value in m.full(other.state_dict()).items())
 
 
 def test_layers_made_in_configure_model_on_the_meta_device(ranks: RankPool, tmp_path: Path) -> None:

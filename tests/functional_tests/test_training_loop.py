@@ -153,7 +153,7 @@ def test_a_resumed_run_continues_exactly(kind: str, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "tolerance"), [("ours", 2e-6), pytest.param("ours_muon", 2e-6, marks=needs_muon), ("quantized", 2e-4)]
 )
-def test_a_checkpoint_is_resumed_by_another_number_of_ranks(kind: str, tolerance: float, folder: Path) -> None:
+def test_a_checkpoint_is_resumed_on_a_different_number_of_ranks(kind: str, tolerance: float, folder: Path) -> None:
     whole, resumed = uninterrupted(kind, folder), resumed_at_2(kind, folder, ranks=3)
     for ours, reference in zip(resumed.iterations[3], whole.iterations[3], strict=True):
         assert float(ours) == pytest.approx(float(reference), rel=tolerance)

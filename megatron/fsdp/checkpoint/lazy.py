@@ -52,7 +52,7 @@ class LazyTensor:
         """Size of the full tensor in bytes."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
-    def whole(self) -> torch.Tensor:
+    def full_tensor(self) -> torch.Tensor:
         """Read the full tensor."""
         return self.read(Region((0,) * len(self.shape), self.shape))
 

@@ -170,11 +170,11 @@ def _read(target: Any, name: str, stored: LazyTensor | None, start: int, opened:
     number for others.
     """
     if not isinstance(target, torch.Tensor):
-        return opened.read_object(name) if stored is None else stored.whole().item()
+        return opened.read_object(name) if stored is None else stored.full_tensor().item()
     if stored is None:
         return target.fill_(opened.read_object(name))
     if len(target.shape) != len(stored.shape):  # a single element, see match()
-        return target.copy_(stored.whole().reshape(target.shape))
+        return target.copy_(stored.full_tensor().reshape(target.shape))
     for chunk in _create_chunk_list(target):
         local = find_tensor_shard(target, MetadataIndex(name, chunk.offsets))
         origin = tuple(chunk.offsets)

@@ -120,7 +120,7 @@ def _groups(reader: CheckpointReader, steps: Tensors) -> dict[str, groups.Group]
         for name in stored_names(stored):
             group = group_of.get(without_half(name), {})
             if _STEP not in group:
-                group[_STEP] = step.whole().item()
+                group[_STEP] = step.full_tensor().item()
     return group_of
 
 
@@ -136,7 +136,7 @@ def _common(reader: CheckpointReader) -> dict[str, Any]:
         match = _RNG.match(key)
         if match is None:
             continue
-        value = reader.tensors[key].whole() if key in reader.tensors else reader.read_object(key)
+        value = reader.tensors[key].full_tensor() if key in reader.tensors else reader.read_object(key)
         state = ranks.setdefault((int(match["pp"]), int(match["tp"])), {}).setdefault(int(match["index"]), {})
         if match["rest"].startswith(_TRACKER):
             state = state.setdefault("rng_tracker_states", {})

@@ -157,7 +157,7 @@ def verify(checkpoint_dir: Path) -> Result:
     states = {name: f"{'DAMAGED' if text else 'whole'}, {gib(sizes[name])}" for name, text in report.files.items()}
     what = f"{report.tensors} tensors, {report.objects} objects, checked by {report.checked_by or 'nothing'}"
     return Result(
-        {"path": str(folder), "whole": not problems, **report._asdict(), "files": files},
+        {"path": str(folder), "complete": not problems, **report._asdict(), "files": files},
         {"files": states, "files of no tensor or object": report.unused, "problems": problems},
         end=f"{folder}: {what}: {f'{len(problems)} problems' if problems else 'whole'}.",
         failed=bool(problems),

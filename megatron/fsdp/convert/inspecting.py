@@ -100,18 +100,18 @@ def corners(tensor: LazyTensor) -> tuple[torch.Tensor, tuple[bool, ...]]:
         The elements, and for each dimension whether its middle is left out.
     """
     if math.prod(tensor.shape) <= SHOWN:
-        return tensor.whole(), (False,) * len(tensor.shape)
+        return tensor.full_tensor(), (False,) * len(tensor.shape)
     cut = tuple(size > 2 * _EDGE for size in tensor.shape)
     for dim, size in enumerate(tensor.shape):
         if cut[dim]:
             tensor = cat([tensor.narrow(dim, 0, _EDGE), tensor.narrow(dim, size - _EDGE, _EDGE)], dim)
-    return tensor.whole(), cut
+    return tensor.full_tensor(), cut
 
 
 def contents_of(tensor: LazyTensor) -> torch.Tensor:
     """A small tensor, read; a large one as dtype and shape only, on the meta device."""
     if math.prod(tensor.shape) <= SHOWN:
-        return tensor.whole()
+        return tensor.full_tensor()
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 

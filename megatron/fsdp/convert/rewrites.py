@@ -211,8 +211,8 @@ def _parameter_of(name: str, parts: Mapping[Kind, Sequence[Part]]) -> tuple[str,
     """The parameter that a tensor is a part of, and its kind; None if it is no part of any."""
     for kind, of_kind in parts.items():
         for part in of_kind:
-            if name.endswith(part.suffix) and kind.pattern.fullmatch(part.whole(name)):
-                return part.whole(name), kind
+            if name.endswith(part.suffix) and kind.pattern.fullmatch(part.full_name(name)):
+                return part.full_name(name), kind
     return None
 
 

@@ -213,10 +213,10 @@ class InPlaceModel:
         # A parameter's sites name the modules that it is registered with, so that main and compute weights can be
         # swapped there. The outermost module owns the engine and must not be held by it, so a proxy that shares its
         # dict of parameters replaces it.
-        stand_in = nn.Module()
-        stand_in.__dict__["_parameters"] = root._parameters
+        holder = nn.Module()
+        holder.__dict__["_parameters"] = root._parameters
         for param in engine.params():
-            param.sites = [(stand_in if owner is root else owner, name) for owner, name in param.sites]
+            param.sites = [(holder if owner is root else owner, name) for owner, name in param.sites]
         hook_state_dict(engine, root_modules(root))
         attach_at_first_use(engine)
         self.update_sync()

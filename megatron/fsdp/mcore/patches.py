@@ -346,21 +346,21 @@ def is_installed() -> bool:
     return MEGATRON.is_installed
 
 
-def install(stand_in: Callable[..., Any] | None = None) -> None:
+def install(replacement: Callable[..., Any] | None = None) -> None:
     """Make Megatron use this FSDP. Further calls change nothing.
 
     Call it before the model is built. If it is called before the command line is parsed, the command line is checked
     too. Megatron-Bridge may be imported before or after. A version of Megatron-Core that was not tested is a warning.
 
     Args:
-        stand_in: Called in place of the wrapper, with the wrapper's arguments.
+        replacement: Called in place of the wrapper, with the wrapper's arguments.
 
     Raises:
         ImportError: Megatron-Core is not installed or lacks a name that has to be replaced. The message names it and
             the supported versions.
     """
     try:
-        MEGATRON.install(instead=None if stand_in is None else {_WRAPPER: stand_in})
+        MEGATRON.install(instead=None if replacement is None else {_WRAPPER: replacement})
     except ImportError as error:
         raise ImportError(f"megatron.fsdp.mcore.install() needs megatron-core[training]. {error}") from error
     warn_of_conflict()

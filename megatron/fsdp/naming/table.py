@@ -33,7 +33,7 @@ class Part(NamedTuple):
         """The name, or key, of the tensor for that of the parameter."""
         return name.replace(*self.renamed) + self.suffix
 
-    def whole(self, name: str) -> str:
+    def full_name(self, name: str) -> str:
         """The name of the parameter for that of the tensor."""
         return name.removesuffix(self.suffix).replace(*self.renamed[::-1])
 

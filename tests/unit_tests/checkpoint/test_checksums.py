@@ -109,7 +109,7 @@ def test_a_reader_detects_damage_to_every_file_and_names_it(tmp_path: Path) -> N
     folder = write_checkpoint(tmp_path / "c", {"a": numbers((40, 3))}, {"o": [1]}, files=files)
     for name, read in {
         ".metadata": lambda: CheckpointReader(folder),
-        "__0_0.distcp": lambda: CheckpointReader(folder).tensors["a"].whole(),
+        "__0_0.distcp": lambda: CheckpointReader(folder).tensors["a"].full_tensor(),
         "__0_1.distcp": lambda: CheckpointReader(folder).read_object("o"),
     }.items():
         good = (folder / name).read_bytes()
@@ -128,8 +128,8 @@ def test_checksums_are_compared_once_and_only_on_request(tmp_path: Path, monkeyp
     for verify, expected in ((False, []), (True, ["__0_0.distcp"])):
         reader = CheckpointReader(folder, verify)
         for _ in range(2):
-            reader.tensors["a"].whole()
-            reader.tensors["b"].whole()
+            reader.tensors["a"].full_tensor()
+            reader.tensors["b"].full_tensor()
         assert checked == expected
 
 

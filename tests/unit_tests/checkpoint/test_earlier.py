@@ -30,7 +30,7 @@ def test_every_bit(name: str, format: str) -> None:
     state = {key: torch.zeros_like(tensor) for key, tensor in TENSORS.items()}
     load(state, FOLDER / name)
     for key, tensor in TENSORS.items():
-        assert same_bits(state[key], tensor) and same_bits(found.tensors[key].whole(), tensor), key
+        assert same_bits(state[key], tensor) and same_bits(found.tensors[key].full_tensor(), tensor), key
 
 
 def test_objects() -> None:

@@ -225,7 +225,7 @@ def test_modify_samples(name: str, tmp_path: Path) -> None:
     assert {kept[key] for key in before.objects if key in kept} == set(after.objects)
     for old, new in kept.items():
         if old in before.tensors:
-            assert same_bits(before.tensors[old].whole(), after.tensors[new].whole())
+            assert same_bits(before.tensors[old].full_tensor(), after.tensors[new].full_tensor())
         else:
             assert before.object_bytes(old) == after.object_bytes(new)
     assert after.format == before.format and report["bytes"] == sum(t.nbytes for t in after.tensors.values())
@@ -352,7 +352,7 @@ def test_diff(small: Path, other: Path) -> None:
     found = as_json("diff", small, other)
     assert not found["same"] and found["same_tensors"] == 0
     facts = {d["key"]: d for d in found["tensors"]}
-    w, changed = TENSORS["w"].double(), CheckpointReader(other).tensors["w"].whole().double()
+    w, changed = TENSORS["w"].double(), CheckpointReader(other).tensors["w"].full_tensor().double()
     gaps = (w - changed).abs()
     assert facts["w"]["different_elements"] == 2 and facts["w"]["max_absolute"] == gaps.max()
     scale = torch.maximum(w.abs(), changed.abs())
@@ -424,7 +424,7 @@ def test_diff_of_samples() -> None:
 def test_verify_samples(name: str) -> None:
     folder = sample_checkpoint(name)
     found, reader = as_json("verify", folder), CheckpointReader(folder)
-    assert found["whole"] and found["problems"] == [] and found["checked_by"] == "chunk headers"
+    assert found["complete"] and found["problems"] == [] and found["checked_by"] == "chunk headers"
     assert set(found["files"]) == {".metadata", *reader.files(), *(["common.pt"] * (folder / "common.pt").is_file())}
     printed = text("verify", folder)
     assert f"{len(reader.tensors)} tensors, {len(reader.objects)} objects, checked by chunk headers: whole." in printed
@@ -432,10 +432,10 @@ def test_verify_samples(name: str) -> None:
 
 def test_verify_a_checkpoint_with_checksums(small: Path) -> None:
     found = as_json("verify", small)
-    assert found["whole"] and found["checked_by"] == NAME and found["unused"] == []
+    assert found["complete"] and found["checked_by"] == NAME and found["unused"] == []
     (small / "__9_0.distcp").write_bytes(b"x")
     found = as_json("verify", small)
-    assert found["whole"] and found["unused"] == ["__9_0.distcp"]
+    assert found["complete"] and found["unused"] == ["__9_0.distcp"]
     assert "FILES OF NO TENSOR OR OBJECT (1)\n► __9_0.distcp\n" in text("verify", small)
 
 
@@ -458,7 +458,7 @@ def test_verify_detects_damage(small: Path, checksums: bool, name: str, harm: st
         assert "got neither" in error_of("verify", small)
         return
     found = as_json("verify", small, status=1)
-    assert not found["whole"] and any(name in problem for problem in found["problems"])
+    assert not found["complete"] and any(name in problem for problem in found["problems"])
     assert "problems." in text("verify", small, status=1)
     assert [file for file, entry in found["files"].items() if entry["problem"]] == [name]
 
@@ -513,12 +513,12 @@ def test_verify_accepts_other_optimizers_and_checkpoints_without_megatron(tmp_pa
     source = sample_checkpoint(FSDP_DTENSOR[0])
     operations = ["remove exp_avg_sq", "rename exp_avg momentum_buffer"]
     text("modify-state-dict", source, tmp_path / "sgd", *(w for o in operations for w in ("--op", o)))
-    assert as_json("verify", tmp_path / "sgd")["whole"]
+    assert as_json("verify", tmp_path / "sgd")["complete"]
     model = {"weight": numbers((2, 3))}
     dcp.save(
         {"model": model, "optimizer": {"state": {"weight": {"exp_avg": numbers((4,))}}}}, checkpoint_id=tmp_path / "p"
     )
-    assert as_json("verify", tmp_path / "p")["whole"]
+    assert as_json("verify", tmp_path / "p")["complete"]
 
 
 def test_errors_are_one_line(tmp_path: Path, small: Path) -> None:

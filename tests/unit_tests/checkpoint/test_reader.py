@@ -42,7 +42,7 @@ def test_every_tensor_of_the_samples(name: str) -> None:
     known = meta(name)["file_tensors"]
     assert set(found.tensors) == set(known) and len(known) >= 12
     for key, fact in known.items():
-        tensor = found.tensors[key].whole()
+        tensor = found.tensors[key].full_tensor()
         assert (sha256(tensor), list(tensor.shape), str(tensor.dtype)) == (
             fact["sha256"],
             fact["shape"],
@@ -236,7 +236,7 @@ def test_a_region_without_a_chunk_is_damage(small: Path) -> None:
     found = changed(small, lambda m: m.state_dict_metadata["a"].chunks.pop(1))
     assert same_bits(found.tensors["a"].read(Region((0, 0), (3, 3))), numbers((8, 3))[:3])
     with pytest.raises(DamagedCheckpoint, match="the chunks of a to tile it; 9 elements of Region"):
-        found.tensors["a"].whole()
+        found.tensors["a"].full_tensor()
 
 
 def test_a_region_outside_of_a_tensor_raises_an_error(plain: tuple[Path, dict[str, torch.Tensor]]) -> None:
@@ -336,7 +336,7 @@ def test_a_truncated_file_is_named(small: Path, cut_at: int) -> None:
     path.write_bytes(path.read_bytes()[:cut_at])
     with pytest.raises(DamagedCheckpoint, match="__0_0.distcp"):
         for tensor in CheckpointReader(small).tensors.values():
-            tensor.whole()
+            tensor.full_tensor()
     with pytest.raises(DamagedCheckpoint, match="__0_0.distcp: expected at least"):
         CheckpointReader(small).check()
 
@@ -345,7 +345,7 @@ def test_a_missing_file_is_named(small: Path) -> None:
     (small / "__0_0.distcp").unlink()
     (small / "__0_1.distcp").unlink()
     found = CheckpointReader(small)
-    for read, name in ((found.tensors["a"].whole, "__0_0"), (lambda: found.read_object("o"), "__0_1")):
+    for read, name in ((found.tensors["a"].full_tensor, "__0_0"), (lambda: found.read_object("o"), "__0_1")):
         with pytest.raises(DamagedCheckpoint, match=rf"{name}.distcp: expected a file; got none"):
             read()
 
@@ -359,7 +359,7 @@ def test_flipped_bytes_only_cause_errors_that_name_the_file(small: Path) -> None
         found = CheckpointReader(small)
         try:
             for tensor in found.tensors.values():
-                tensor.whole()
+                tensor.full_tensor()
         except DamagedCheckpoint as error:
             assert "__0_0.distcp" in str(error)
             errors += 1
@@ -389,13 +389,13 @@ def test_a_chunk_of_another_shape_or_dtype_is_rejected(small: Path) -> None:
         found = CheckpointReader(small)
         found.metadata.storage_data[A_0].length = len(blob.getvalue())
         with pytest.raises(DamagedCheckpoint, match=r"\(a\): expected torch.float32 of shape \(3, 3\); got torch"):
-            found.tensors["a"].whole()
+            found.tensors["a"].full_tensor()
 
 
 def test_stored_transforms_are_not_supported(small: Path) -> None:
     found = changed(small, set_attribute(A_3, "transform_descriptors", ["zstd"]))
     with pytest.raises(NotImplementedError, match="a is stored with transforms, which are not supported"):
-        found.tensors["a"].whole()
+        found.tensors["a"].full_tensor()
 
 
 def test_metadata_of_a_derived_class(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -416,7 +416,7 @@ def test_metadata_of_a_derived_class(small: Path, monkeypatch: pytest.MonkeyPatc
     found = CheckpointReader(small)
     found.check()
     assert type(found.metadata) is Metadata and found.metadata.mcore_data == made.mcore_data
-    assert torch.equal(found.tensors["a"].whole(), before.tensors["a"].whole())
+    assert torch.equal(found.tensors["a"].full_tensor(), before.tensors["a"].full_tensor())
 
 
 def test_resolving_a_path_to_a_checkpoint(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def assert_whole(path: Path, tensors: Mapping[str, torch.Tensor] = TENSORS) -> C
     found.check()
     assert set(found.tensors) == set(tensors)
     for key, tensor in tensors.items():
-        assert same_bits(state[key], tensor) and same_bits(found.tensors[key].whole(), tensor)
+        assert same_bits(state[key], tensor) and same_bits(found.tensors[key].full_tensor(), tensor)
     assert {key: state[key] for key in OBJECTS} == OBJECTS
     assert {key: found.read_object(key) for key in found.objects} == OBJECTS
     assert_checksums(path)
@@ -282,10 +282,10 @@ def test_files_of_another_source_are_not_reused(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "c.partial" / "__5_0.distcp").write_bytes(b"from a run with more processes")
     write(tmp_path / "c", **CHANGES[change])
     wanted = CHANGES[change].get("tensors") or lazily(TENSORS)
-    assert_whole(tmp_path / "c", {key: tensor.whole() for key, tensor in wanted.items()})
+    assert_whole(tmp_path / "c", {key: tensor.full_tensor() for key, tensor in wanted.items()})
 
 
-def test_another_number_of_processes_starts_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_different_number_of_processes_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "PATIENCE", 0.1)
     with pytest.raises(RuntimeError, match="made no progress"):
         write(tmp_path / "c", 0, 3)

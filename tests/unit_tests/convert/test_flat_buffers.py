@@ -226,8 +226,8 @@ def test_every_parameter_is_found_bit_for_bit(case: Case) -> None:
             {f"{p.name}_w": p.value.chunk(2)[0], f"{p.name}_v": p.value.chunk(2)[1]} if p.gated else {p.name: p.value}
         )
         for name, value in halves.items():
-            assert torch.equal(states["param"].pop(name).whole(), value), name
-            assert torch.equal(states["exp_avg"].pop(name).whole(), value * 2 + 1), name
+            assert torch.equal(states["param"].pop(name).full_tensor(), value), name
+            assert torch.equal(states["exp_avg"].pop(name).full_tensor(), value * 2 + 1), name
     assert not states["param"] and not states["exp_avg"]
 
 
@@ -237,7 +237,7 @@ def test_reading_slices_equals_reading_the_whole(case: Case) -> None:
     for name, tensor in read(stored(parameters, case), case)["param"].items():
         for region in tensor.blocks(40):
             where = tuple(slice(o, o + n) for o, n in zip(region.offsets, region.sizes, strict=True))
-            assert torch.equal(tensor.read(region), tensor.whole()[where]), (name, region)
+            assert torch.equal(tensor.read(region), tensor.full_tensor()[where]), (name, region)
 
 
 @pytest.mark.parametrize(

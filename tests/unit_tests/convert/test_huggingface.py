@@ -42,7 +42,7 @@ def lazily(tensors: dict[str, torch.Tensor]) -> dict[str, LazyTensor]:
 def assert_equal(found: dict[str, LazyTensor], expected: dict[str, torch.Tensor]) -> None:
     assert set(found) == set(expected)
     for name, tensor in expected.items():
-        whole = found[name].whole()
+        whole = found[name].full_tensor()
         assert (whole.dtype, whole.shape, found[name].shape) == (tensor.dtype, tensor.shape, tuple(tensor.shape)), name
         assert torch.equal(whole, tensor), name
 
@@ -63,7 +63,7 @@ def test_parameters_of_a_live_model_get_the_same_names(case: str, spec: str, tmp
     tensors, model = imported(tmp_path, spec)
     joined: dict[str, list[torch.Tensor]] = {}
     for name, tensor in tensors.items():  # a live model has both halves of a gated layer in one parameter
-        joined.setdefault(without_half(name), []).append(tensor.whole())
+        joined.setdefault(without_half(name), []).append(tensor.full_tensor())
     convert = to_huggingface_names(model)
     found = dict(pair for name, parts in joined.items() for pair in convert(name, torch.cat(parts)))
     expected = files_of(tmp_path)
@@ -82,7 +82,7 @@ def test_both_specs_have_the_same_tensors_under_other_names(case: str, tmp_path:
     engine, _ = imported(tmp_path, "transformer_engine")
     assert len(local) == len(engine) and set(local) != set(engine)
     for one, other in zip(links(model, "local"), links(model, "transformer_engine"), strict=True):
-        assert torch.equal(local[one.megatron[0]].whole(), engine[other.megatron[0]].whole())
+        assert torch.equal(local[one.megatron[0]].full_tensor(), engine[other.megatron[0]].full_tensor())
         assert set(one.megatron) == set(other.megatron)
 
 
@@ -92,7 +92,7 @@ def test_reading_in_blocks_equals_reading_the_whole(tmp_path: Path) -> None:
     for found in (tensors, to_huggingface(tensors, model).tensors):
         for name, tensor in found.items():
             blocks = [tensor.read(box).reshape(-1) for box in tensor.blocks(200)]
-            assert torch.equal(torch.cat(blocks), tensor.whole().reshape(-1)), name
+            assert torch.equal(torch.cat(blocks), tensor.full_tensor().reshape(-1)), name
 
 
 # Layouts ---------------------------------------------------------------------------------------------------------
@@ -113,9 +113,9 @@ def test_qkv_rows_are_interleaved_by_group() -> None:
     query, key, value = column(*range(8)), column(100, 101, 102, 103), column(200, 201, 202, 203)
     fused = RULES["qkv"].to_megatron([query, key, value], context)
     expected = [0, 1, 2, 3, 100, 101, 200, 201, 4, 5, 6, 7, 102, 103, 202, 203]
-    assert fused.whole().flatten().tolist() == expected
+    assert fused.full_tensor().flatten().tolist() == expected
     split = RULES["qkv"].to_huggingface(fused, context)
-    assert [part.whole().flatten().tolist() for part in split] == [
+    assert [part.full_tensor().flatten().tolist() for part in split] == [
         [0, 1, 2, 3, 4, 5, 6, 7],
         [100, 101, 102, 103],
         [200, 201, 202, 203],
@@ -125,7 +125,7 @@ def test_qkv_rows_are_interleaved_by_group() -> None:
 def test_qkv_biases_are_interleaved_like_rows() -> None:
     context = Context(model_with(heads=2, groups=2, head_size=1), 0)
     fused = RULES["qkv"].to_megatron([of(torch.tensor(v)) for v in ([0, 1], [10, 11], [20, 21])], context)
-    assert fused.whole().tolist() == [0, 10, 20, 1, 11, 21]
+    assert fused.full_tensor().tolist() == [0, 10, 20, 1, 11, 21]
 
 
 @pytest.mark.parametrize("rows", [(7, 4, 4), (8, 2, 4), (8, 4, 8)])
@@ -140,9 +140,9 @@ def test_qkv_of_other_sizes_raises_an_error(rows: tuple[int, ...]) -> None:
 def test_the_vocabulary_is_padded_with_zeros_and_cut() -> None:
     context = Context(model_with(1, 1, 1, vocabulary=3), 5)
     padded = RULES["vocabulary"].to_megatron([column(7, 8, 9)], context)
-    assert padded.whole().flatten().tolist() == [7, 8, 9, 0, 0]
+    assert padded.full_tensor().flatten().tolist() == [7, 8, 9, 0, 0]
     (cut,) = RULES["vocabulary"].to_huggingface(column(7, 8, 9, 4, 5), context)
-    assert cut.whole().flatten().tolist() == [7, 8, 9]
+    assert cut.full_tensor().flatten().tolist() == [7, 8, 9]
     with pytest.raises(ValueError, match="expected at least 3 rows, one for each token; got 2"):
         RULES["vocabulary"].to_huggingface(column(7, 8), context)
     with pytest.raises(ValueError, match="expected 3 rows"):
@@ -217,7 +217,7 @@ def test_fused_experts_are_split(case: str, suffix: str, tmp_path: Path) -> None
     }
     assert any(len(tensor.shape) == 3 for tensor in fused.values())
     found = to_megatron(readable(fused, {}), model, "local", PADDED)
-    assert_equal(found.weights | found.buffers, {name: tensor.whole() for name, tensor in expected.items()})
+    assert_equal(found.weights | found.buffers, {name: tensor.full_tensor() for name, tensor in expected.items()})
 
 
 def test_block_quantized_weights_are_dequantized() -> None:
@@ -230,7 +230,7 @@ def test_block_quantized_weights_are_dequantized() -> None:
     config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [4, 4]}}
     found = readable(lazily({"a.weight": weight, "a.weight_scale_inv": scales, "b": torch.ones(1)}), config)
     assert set(found) == {"a.weight", "b"}
-    assert torch.equal(found["a.weight"].whole(), expected)
+    assert torch.equal(found["a.weight"].full_tensor(), expected)
     for limit in (4, 28, 100):
         parts = [found["a.weight"].read(box).flatten() for box in found["a.weight"].blocks(limit)]
         assert torch.equal(torch.cat(parts), expected.flatten())
@@ -253,7 +253,7 @@ def test_frequencies_in_old_files_are_ignored(tmp_path: Path) -> None:
 def test_a_tied_output_layer_may_be_stored_but_must_not_differ(tmp_path: Path) -> None:
     save("llama-tied-biases", tmp_path)
     tensors, model = read_weights(tmp_path), from_config(read_config(tmp_path))
-    embedding = tensors["model.embed_tokens.weight"].whole()
+    embedding = tensors["model.embed_tokens.weight"].full_tensor()
     found = to_megatron(tensors | lazily({"lm_head.weight": embedding}), model, "local", PADDED)
     assert "output_layer.weight" not in found.weights
     other = embedding.clone()
@@ -388,5 +388,5 @@ def test_weights_are_cast_and_the_routers_bias_is_not(dtype: torch.dtype, tmp_pa
     back = to_huggingface(local, model, dtype).tensors
     for name, tensor in back.items():
         wanted = torch.float32 if name.endswith("e_score_correction_bias") else dtype
-        assert torch.equal(tensor.whole(), tensors[name].whole().to(wanted)), name
+        assert torch.equal(tensor.full_tensor(), tensors[name].full_tensor().to(wanted)), name
     assert back["model.embed_tokens.weight"].shape[0] == VOCABULARY

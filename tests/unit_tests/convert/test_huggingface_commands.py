@@ -259,12 +259,12 @@ def test_exporting_checkpoints_of_megatron(name: str, tmp_path: Path) -> None:
     succeeded(call("export-safetensors", sample(name) / ITERATION, tmp_path / "out", "--dtype", "keep"))
     found, weights = files_of(tmp_path / "out"), read_state(sample(name) / ITERATION).weights
     # Four query heads of 16 rows in two groups: the rows of the fused tensor, written out.
-    fused = weights["decoder.layers.1.self_attention.linear_qkv.weight"].whole()
+    fused = weights["decoder.layers.1.self_attention.linear_qkv.weight"].full_tensor()
     prefix = "model.layers.1.self_attn"
     assert torch.equal(found[f"{prefix}.q_proj.weight"], torch.cat([fused[0:32], fused[64:96]]))
     assert torch.equal(found[f"{prefix}.k_proj.weight"], torch.cat([fused[32:48], fused[96:112]]))
     assert torch.equal(found[f"{prefix}.v_proj.weight"], torch.cat([fused[48:64], fused[112:128]]))
-    assert torch.equal(found["lm_head.weight"], weights["output_layer.weight"].whole())
+    assert torch.equal(found["lm_head.weight"], weights["output_layer.weight"].full_tensor())
 
 
 def test_a_model_without_a_counterpart_raises_an_error(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def failing_from(tensors: dict[str, torch.Tensor], name: str) -> dict[str, LazyT
 
 
 def whole(path: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor.whole() for name, tensor in read_weights(path).items()}
+    return {name: tensor.full_tensor() for name, tensor in read_weights(path).items()}
 
 
 def equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:

@@ -37,7 +37,7 @@ def test_reads_what_the_library_writes(tmp_path: Path) -> None:
     assert set(found) == set(expected)
     for name, tensor in expected.items():
         assert (found[name].shape, found[name].dtype) == (tuple(tensor.shape), tensor.dtype)
-        assert same(found[name].whole(), tensor), name
+        assert same(found[name].full_tensor(), tensor), name
 
 
 @pytest.mark.parametrize("block", [1, 7, 16, 1 << 20])
@@ -125,7 +125,7 @@ def test_a_file_that_shrinks_while_being_read_raises(tmp_path: Path) -> None:
     with path.open("r+b") as file:
         file.truncate(2000)
     with pytest.raises(ValueError, match="more bytes at .*; the file ends there"):
-        tensor.whole()
+        tensor.full_tensor()
 
 
 def test_unsupported_dtypes_raise(tmp_path: Path) -> None:

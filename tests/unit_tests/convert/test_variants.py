@@ -396,9 +396,9 @@ def test_fused_down_projections_are_read_as_two(tmp_path: Path) -> None:
         f"{attention}linear_kv_down_proj.weight",
         "decoder.layers.0.input_layernorm.weight",
     }
-    assert torch.equal(weights[f"{attention}linear_q_down_proj.weight"].whole(), fused[:6])
-    assert torch.equal(weights[f"{attention}linear_kv_down_proj.weight"].whole(), fused[6:])
-    assert torch.equal(weights["decoder.layers.0.input_layernorm.weight"].whole(), norm)
+    assert torch.equal(weights[f"{attention}linear_q_down_proj.weight"].full_tensor(), fused[:6])
+    assert torch.equal(weights[f"{attention}linear_kv_down_proj.weight"].full_tensor(), fused[6:])
+    assert torch.equal(weights["decoder.layers.0.input_layernorm.weight"].full_tensor(), norm)
 
 
 def test_fused_down_projections_stored_as_two(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def test_view_equals_the_conversion(tmp_path: Path, name: str) -> None:
     del objects[KEPT]
     view = view_of(source)
     assert set(view.metadata.state_dict_metadata) == {*tensors, *objects}
-    assert [key for key, tensor in tensors.items() if not same(view.tensors[key].whole(), tensor)] == []
+    assert [key for key, tensor in tensors.items() if not same(view.tensors[key].full_tensor(), tensor)] == []
     assert [key for key, value in objects.items() if not same(view.read_object(key), value)] == []
 
 

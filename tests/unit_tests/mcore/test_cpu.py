@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megatron.fsdp.mcore import cpu
-from megatron.fsdp.mcore.cpu import arguments, cuda_stand_in, imports, torch_view
+from megatron.fsdp.mcore.cpu import arguments, fake_cuda, imports, torch_view
 from scripts import limit_table
 
 pytestmark = pytest.mark.skipif(not cpu.is_enabled(), reason="Megatron runs on CUDA here")
@@ -146,7 +146,7 @@ def test_the_engine_and_the_adapter_see_torch_as_it_is() -> None:
     ):
         module = importlib.import_module(name)
         assert not isinstance(module.__loader__, imports.MegatronLoader)
-    assert cuda_stand_in.torch is torch
+    assert fake_cuda.torch is torch
 
 
 def test_megatron_creates_tensors_on_the_cpu() -> None:
@@ -245,17 +245,17 @@ def test_the_fake_class_passes_for_the_real_one() -> None:
 
 
 def test_memory_is_the_process_own() -> None:
-    before = cuda_stand_in.resident_bytes()
+    before = fake_cuda.resident_bytes()
     block = torch.ones(64 * 2**20 // 4)
-    assert cuda_stand_in.resident_bytes() - before > 0.9 * block.nbytes
-    assert cuda_stand_in.peak_resident_bytes() >= cuda_stand_in.resident_bytes()
+    assert fake_cuda.resident_bytes() - before > 0.9 * block.nbytes
+    assert fake_cuda.peak_resident_bytes() >= fake_cuda.resident_bytes()
 
 
 def test_events_measure_time() -> None:
-    start = cuda_stand_in.Event(enable_timing=True)
+    start = fake_cuda.Event(enable_timing=True)
     start.record()
     time.sleep(0.02)
-    end = cuda_stand_in.Stream().record_event()
+    end = fake_cuda.Stream().record_event()
     assert start.elapsed_time(end) >= 20
 
 

@@ -98,7 +98,7 @@ def test_latent_attention() -> None:
     }
 
 
-def test_parameters_with_another_number_of_rows_have_no_layout() -> None:
+def test_parameters_with_a_different_number_of_rows_have_no_layout() -> None:
     assert not _layouts(LATENT, linear_kv_down_proj=(23, 3))
 
 
@@ -160,7 +160,7 @@ def test_sections_have_the_same_position_at_any_tensor_parallel_size(
     with TemporaryDirectory() as folder:
         ranks.run(world_size, _write, folder, tensor_parallel)
         (stored,) = CheckpointReader(Path(folder)).tensors.values()
-        assert torch.equal(stored.whole(), _whole())
+        assert torch.equal(stored.full_tensor(), _whole())
         for others in ((1, 1), (1, 3), (2, 2), (2, 4)):
             ranks.run(others[1], _read, folder, others[0])
 

@@ -111,7 +111,7 @@ def _pass_on(source: str, target: str, tensor_parallel: int, tied: bool) -> None
 
 
 def _tensors(folder: str) -> dict[str, torch.Tensor]:
-    return {key: tensor.whole() for key, tensor in CheckpointReader(Path(folder)).tensors.items()}
+    return {key: tensor.full_tensor() for key, tensor in CheckpointReader(Path(folder)).tensors.items()}
 
 
 @pytest.mark.parametrize(("first", "tied"), [(1, True), (2, False), (1, False), (2, True)])

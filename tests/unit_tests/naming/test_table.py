@@ -61,7 +61,7 @@ def test_stored_names_and_back(name: str) -> None:
     parts = kind.fsdp_dtensor or kind.torch_dist
     names = [part.of(name) for part in parts]
     assert all(stored.endswith(ending) for stored, ending in zip(names, STORED[name], strict=True))
-    assert {part.whole(stored) for part, stored in zip(parts, names, strict=True)} == {name}
+    assert {part.full_name(stored) for part, stored in zip(parts, names, strict=True)} == {name}
 
 
 @pytest.mark.parametrize(

@@ -23,12 +23,12 @@ pytestmark = pytest.mark.skipif(REAL_DEVICE == "cuda", reason="computes on CPU t
 @contextlib.contextmanager
 def _megatron(kernel_time: float = 2.0) -> Iterator[tuple[SimulatedDevice, Any]]:
     """Megatron on the simulated device, and the helpers that build its models."""
-    from megatron.fsdp.mcore.cpu import cuda_stand_in, torch_view
+    from megatron.fsdp.mcore.cpu import fake_cuda, torch_view
     from tests import megatron_models as mm
 
     with contextlib.ExitStack() as stack:
         sim = stack.enter_context(simulated_device(kernel_time))
-        for module in (cuda_stand_in, torch_view):
+        for module in (fake_cuda, torch_view):
             stack.enter_context(patch.object(module, "CPU", DEVICE))
         stack.enter_context(mm.megatron())
         yield sim, mm

@@ -28,7 +28,7 @@ def to_huggingface_names(model: Model) -> Callable[[str, torch.Tensor], list[tup
             raise ValueError(f"{name}: expected a parameter of a {model.architecture} model; no table has its name.")
         found: list[tuple[str, torch.Tensor]] = []
         for link, half in zip(table[name], tensor.chunk(len(table[name])), strict=True):
-            parts = [part.whole() for part in RULES[link.rule].to_huggingface(of(half), context)]
+            parts = [part.full_tensor() for part in RULES[link.rule].to_huggingface(of(half), context)]
             wrong = [(part.shape, shape) for part, shape in zip(parts, link.shapes, strict=True) if part.shape != shape]
             if wrong:
                 raise ValueError(f"{name}: expected a part of shape {wrong[0][1]}; got {tuple(wrong[0][0])}.")

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron.fsdp.helpers.patches import MEGATRON_CORE, TORCH, Kind, Patch, Patches
-from megatron.fsdp.mcore.cpu import cuda_stand_in as cuda
+from megatron.fsdp.mcore.cpu import fake_cuda as cuda
 from megatron.fsdp.mcore.cpu.torch_view import (
     creates_on_cpu,
     device_class,
@@ -229,7 +229,7 @@ def _megatron(target: str, reason: str, replacement: str, kind: Kind = Kind.AROU
 _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 _ATTENTION = "megatron.core.transformer.dot_product_attention:DotProductAttention"
 _RECOMPUTATION = "megatron.core.tensor_parallel.random"
-_NOTHING = "cuda_stand_in:nothing"
+_NOTHING = "fake_cuda:nothing"
 
 MEGATRON = Patches(
     "Megatron-Core on a CPU",

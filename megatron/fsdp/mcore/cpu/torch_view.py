@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron.fsdp.mcore.cpu.cuda_stand_in import CPU
+from megatron.fsdp.mcore.cpu.fake_cuda import CPU
 from megatron.fsdp.mcore.views import View
 
 
@@ -53,7 +53,7 @@ def unchanged(function: Any = None, *args: Any, **kwargs: Any) -> Any:
     return function if function is not None else lambda decorated: decorated
 
 
-class StandInClass(type):
+class FakeClass(type):
     """Metaclass of a fake for a class. Calling the fake makes real instances, which count as its instances.
 
     A function would not do: the fake has to work in ``isinstance``, in annotations and as a namespace.
@@ -84,7 +84,7 @@ def device_class(real: type) -> type:
             return CPU
         return real(device) if index is None else real(device, index)
 
-    return StandInClass("device", (), {"real": real, "create": staticmethod(create)})
+    return FakeClass("device", (), {"real": real, "create": staticmethod(create)})
 
 
 def mesh_class(real: Any) -> type:
@@ -94,7 +94,7 @@ def mesh_class(real: Any) -> type:
         return real.from_group(group, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
 
     members = {"real": real, "create": staticmethod(takes_cpu_type(real)), "from_group": staticmethod(from_group)}
-    return StandInClass("DeviceMesh", (), members)
+    return FakeClass("DeviceMesh", (), members)
 
 
 def loader_class(real: Any) -> type:
@@ -106,7 +106,7 @@ def loader_class(real: Any) -> type:
             kwargs["generator"] = torch.Generator().manual_seed(torch.initial_seed())
         return real(*args, **kwargs)
 
-    return StandInClass("DataLoader", (), {"real": real, "create": staticmethod(create)})
+    return FakeClass("DataLoader", (), {"real": real, "create": staticmethod(create)})
 
 
 def build_views(replaced: Mapping[str, Mapping[str, Any]]) -> dict[str, View]:
