@@ -6,6 +6,7 @@
 Each run is three iterations of a small model on two ranks, from one warm process. A flag's state is one of
 
 works: FSDP's losses and norms are those of DDP with the flag, or without it if DDP does not take it;
+off on a CPU: the same, but Megatron ran without what the flag asks for, for want of a GPU;
 adjusted, no effect, refused: as the tables of docs/limits.md say, and seen here;
 fails as DDP: both end in an error, mostly for want of a GPU or a package, which is quoted;
 FSDP alone: DDP ends in an error;
@@ -217,30 +218,38 @@ def _fragments(action: argparse.Action) -> list[str]:
     return [f"{option} {{folder}}"]
 
 
+class Result(NamedTuple):
+    """Losses and norms of a run, and the arguments that were changed for want of a GPU."""
+
+    numbers: list[float] = []
+    changed: frozenset[str] = frozenset()
+
+
 @cache
-def _base(folder: str) -> tuple[list[float], list[float]]:
-    """The numbers of DDP and of FSDP without further flags, which save a checkpoint for those that load."""
+def _base(folder: str) -> tuple[Result, Result]:
+    """The results of DDP and of FSDP without further flags, which save a checkpoint for those that load."""
     return _numbers(DDP, f"--save {folder}/ddp --save-interval 3"), _numbers(
         FSDP, f"--save {folder}/fsdp --save-interval 3"
     )
 
 
-def _numbers(kind: str, fragment: str) -> list[float]:
+def _numbers(kind: str, fragment: str) -> Result:
     parallel = re.search(r"--(tensor-model|context)-parallel-size", fragment) and kind == DDP
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if parallel else {}
     found = run(shlex.split(f"{MODEL} {kind} {fragment}"), 2, timeout=90, environment=environment)
-    return [number for each in found.iterations for number in (each.loss, each.grad_norm)]
+    changed = ", ".join(re.findall(r"Arguments that were changed: (.*)\.", found.log)).split(", ")
+    return Result([number for each in found.iterations for number in (each.loss, each.grad_norm)], frozenset(changed))
 
 
-def _try(kind: str, fragment: str, folder: str) -> tuple[list[float], str]:
-    """The numbers of a run, or the last line of its error."""
+def _try(kind: str, fragment: str, folder: str) -> tuple[Result, str]:
+    """The result of a run, or the last line of its error."""
     with tempfile.TemporaryDirectory() as new:
         loads = re.search(r"--(load|pretrained-checkpoint) {folder}(?!/)", fragment)
         place = f"{folder}/{'ddp' if kind == DDP else 'fsdp'}" if loads else new
         try:
             return _numbers(kind, fragment.replace("{folder}", place)), ""
         except RunFailure as failure:
-            return [], _reason(str(failure))
+            return Result(), _reason(str(failure))
 
 
 def _reason(log: str) -> str:
@@ -253,8 +262,8 @@ def _reason(log: str) -> str:
 def try_flag(flag: str, dest: str, fragment: str, folder: str) -> Tried:
     """Train with DDP and with FSDP."""
     of_fsdp = OF_FSDP.search(dest) is not None
-    want, of_ddp = (_base(folder)[0], "") if of_fsdp else _try(DDP, fragment, folder)
-    got, error = _try(FSDP, fragment, folder)
+    (want, _), of_ddp = (_base(folder)[0], "") if of_fsdp else _try(DDP, fragment, folder)
+    (got, changed), error = _try(FSDP, fragment, folder)
     states: dict[str, str] = {}
     for table, state in ((IGNORED, "no effect"), (ADJUSTMENTS, "adjusted"), (LIMITS, "refused")):
         states |= {row.setting.split()[0]: state for row in table}
@@ -265,7 +274,8 @@ def try_flag(flag: str, dest: str, fragment: str, folder: str) -> Tried:
     if of_ddp:
         return Tried(flag, fragment, "FSDP alone", of_ddp)
     near = len(want) == len(got) and all(math.isclose(a, b, rel_tol=TOLERANCE) for a, b in zip(want, got, strict=True))
-    state = (listed if listed in ("adjusted", "no effect") else "works") if near else "DIFFERS"
+    same = "off on a CPU" if changed - _base(folder)[1].changed else "works"
+    state = (listed if listed in ("adjusted", "no effect") else same) if near else "DIFFERS"
     return Tried(flag, fragment, state, "" if near else f"{want} with DDP; {got} with FSDP")
 
 

@@ -54,3 +54,9 @@ def printed(ended: Ended) -> str:
     """The output of a program that has to succeed."""
     assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
     return ended.stdout
+
+
+def tree_of(process: int) -> list[int]:
+    """A process and its descendants."""
+    children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    return [process, *(each for child in children for each in tree_of(int(child)))]

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.fsdp.mcore.limits import LIMITS
 from scripts import try_flags
 from tests.launch import python
 
@@ -17,6 +16,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="several ranks
     ("dest", "fragment", "state"),
     [
         ("clip_grad", "--clip-grad 0.5", "works"),
+        ("fp8", try_flags.FP8, "off on a CPU"),
         ("ddp_num_buckets", "--ddp-num-buckets 2", "no effect"),
         ("use_sharp", "--use-sharp --sharp-enabled-group dp", "refused"),
         # Taken for a flag of FSDP alone, so that DDP runs without it.
@@ -29,7 +29,7 @@ def test_states(dest: str, fragment: str, state: str, tmp_path: Path) -> None:
 
 
 def test_a_refusal_must_name_the_flag() -> None:
-    limit = next(limit for limit in LIMITS if limit.setting.startswith("megatron_fsdp_main_params_dtype"))
+    limit = next(limit for limit in try_flags.LIMITS if limit.setting.startswith("megatron_fsdp_main_params_dtype"))
     error = f"ValueError: {limit.setting}: {limit.reason} {limit.remedy}"
     flag = "--megatron-fsdp-main-params-dtype bf16"
     assert try_flags._refuses(error, "megatron_fsdp_main_params_dtype", flag)

@@ -1,7 +1,11 @@
 """Megatron's training loop from the command line: resuming, different numbers of ranks, and third-party scripts."""
 
 import functools
+import os
 import re
+import signal
+import subprocess
+import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,7 +14,7 @@ import pytest
 import torch
 
 from scripts.parity_cases import ALLTOALL, EP, TP
-from tests.launch import Ended, printed, torchrun
+from tests.launch import ROOT, Ended, printed, torchrun, tree_of
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="several ranks over gloo; Megatron runs on CUDA here")
 
@@ -197,6 +201,39 @@ def test_fine_grained_unshard_of_layers_that_return_their_bias() -> None:
     ours = f"{OURS} --megatron-fsdp-enable-fine-grained-param-gather"
     runs = [train(arguments, model=biases) for arguments in (DDP, ours)]
     assert numbers(runs[1]) == pytest.approx(numbers(runs[0]), rel=5e-7)
+
+
+# A script that ends in the examples' tail, without Slurm.
+LAUNCH = """
+SAVE=$1 PYTHON=$2 ARGUMENTS=("${@:3}" --save "$1" --load "$1" --exit-signal-handler)
+NAME=loop LOGS=$SAVE/logs NODES=1 GPUS=2 SCRIPT=pretrain_gpt.py RENDEZVOUS=(--standalone)
+ENTRY=() PROFILER=() FILES=() THEN=()
+source examples/megatron_fsdp/job.bash
+"""
+
+
+def test_a_launch_script_stops_at_sigterm_and_resumes(tmp_path: Path) -> None:
+    model = MODEL.replace("save-interval 2", "save-interval 1000")
+
+    def start(iterations: int) -> subprocess.Popen[str]:
+        arguments = (
+            f"{model.replace('train-iters 4', f'train-iters {iterations}')} {OURS} --override-opt-param-scheduler"
+        )
+        command = ["bash", "-c", LAUNCH, "launch", str(tmp_path), sys.executable, *arguments.split()]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+
+    with start(1000) as run:
+        assert run.stdout is not None
+        assert any("iteration        3/" in line for line in run.stdout)
+        for process in tree_of(run.pid):  # as Slurm does
+            os.kill(process, signal.SIGTERM)
+        run.stdout.read()
+    assert (run.returncode, (tmp_path / "outcome.txt").read_text()) == (75, "stopped\n")
+    saved = int((tmp_path / "latest_checkpointed_iteration.txt").read_text())
+    with start(saved + 2) as run:
+        output = run.communicate()[0]
+    assert (run.returncode, (tmp_path / "outcome.txt").read_text()) == (0, "finished\n")
+    assert re.findall(r"iteration +(\d+)/", output) == [str(saved + 1), str(saved + 2)]
 
 
 def test_incompatible_settings_raise_an_error_before_the_model_is_built() -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 
 from megatron.fsdp.checkpoint.stopping import OUTCOME, STOP_FILE, StopSignals, describe, leave_outcome
-from tests.launch import ROOT
+from tests.launch import ROOT, tree_of
 from tests.ranks import RankFailure, RankPool
 
 WAITING = """
@@ -107,12 +107,6 @@ def test_the_launcher_of_one_node_tells_all_ranks(ranks: RankPool, tmp_path: Pat
     (tmp_path / "node 0").touch()
     assert ranks.run(1, steps_until_told, str(tmp_path)) == [0]
     assert said(tmp_path) == "stopped SIGTERM\n"
-
-
-def tree_of(process: int) -> list[int]:
-    """A process and its descendants."""
-    children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
-    return [process, *(each for child in children for each in tree_of(int(child)))]
 
 
 @pytest.mark.merge
