@@ -158,7 +158,6 @@ def path_for_children() -> Iterator[None]:
 def _serve(pipe: Connection, output: str) -> None:
     _redirect(output)
     gc.freeze()  # what is imported by now; collections are a hundred times as fast without it
-    torch.set_num_threads(1)
     sys.path.insert(0, str(ROOT))
     # A rank that is done before another has connected to it must not leave.
     os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
@@ -210,6 +209,7 @@ def _run(
     try:
         dist.init_process_group(backend, init_method=store, rank=rank, world_size=world_size)
         torch.manual_seed(0)
+        torch.set_num_threads(1)  # accelerate may have set it for an earlier test
         with _without_exchange_of_gloo() if collectives_of_nccl else contextlib.nullcontext():
             result = function(*args)
     except BaseException:  # noqa: BLE001 - reported to the test

@@ -271,20 +271,20 @@ def lasting_hook(side: Side, kind: str) -> None:
     side.kept["hook"] = register[kind]()
 
 
-@step(where=("forward", "backward"))
-def fail(side: Side, where: str) -> Any:
-    """An exception on all ranks, after which the program goes on."""
+@step(where=("forward", "backward"), interrupt=(False, True), direct=(False, True))
+def fail(side: Side, where: str, interrupt: bool, direct: bool) -> Any:
+    """An exception or Ctrl-C on all ranks, of a model that is called with its wrapper or directly."""
 
     def raise_error(*unused: Any) -> None:
-        raise ArithmeticError("injected")
+        raise KeyboardInterrupt if interrupt else ArithmeticError("injected")
 
     side.read()
     block = side.net.blocks[1]
     before = [None if p.grad is None else full(p.grad).clone() for p in side.parameters()]
     hook = block.register_forward_pre_hook if where == "forward" else block.up.register_full_backward_hook
     handle = hook(raise_error)
-    with contextlib.suppress(ArithmeticError):
-        side.backward(side.loss(side.model(side.batch(1))))
+    with contextlib.suppress(ArithmeticError, KeyboardInterrupt):
+        side.backward(side.loss((side.net if direct else side.model)(side.batch(1))))
     handle.remove()
     if where == "backward":
         # What an unfinished backward leaves in .grad is nobody's concern.
