@@ -119,6 +119,7 @@ def opened(site: Site, page: str = "index.html", scheme: Any = "light") -> tuple
     return tab, problems
 
 
+@pytest.mark.timeout(900)  # with the build of the site
 def test_every_page(site: Site) -> None:
     """Pages load from this host alone, with all pictures; links have targets; nothing is wider than a phone."""
     tab, problems = opened(site)
