@@ -29,7 +29,7 @@ BUDGETS = {
     "megatron/fsdp/comm": 1_045,
     "megatron/fsdp/convert": 3_960,
     "megatron/fsdp/dtensor": 1_085,
-    "megatron/fsdp/fsdp2": 635,
+    "megatron/fsdp/fsdp2": 640,
     "megatron/fsdp/helpers": 340,
     "megatron/fsdp/init": 385,
     "megatron/fsdp/integrations": 520,
@@ -45,7 +45,7 @@ BUDGETS = {
     "megatron/fsdp/tools": 3_295,
     "megatron/fsdp/tools/predict": 1_460,
     "megatron_fsdp": 150,
-    "tests": 38_950,
+    "tests": 38_970,
 }
 
 # Phrases, as regular expressions, and the word that people of this field search for.

@@ -202,7 +202,12 @@ class FSDPModule(MarkedModule):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module. The first call shards the model."""
         args, kwargs = _before_forward(self, args, kwargs)
-        return _after_forward(self, super().__call__(*args, **kwargs))
+        try:
+            return _after_forward(self, super().__call__(*args, **kwargs))
+        except BaseException as error:
+            if not isinstance(error, Exception):  # after KeyboardInterrupt, torch calls no hook
+                model_of(self).engine.schedule.forward_failed()
+            raise
 
     # Parameters ------------------------------------------------------------------------------------------------
 
