@@ -212,6 +212,7 @@ source examples/megatron_fsdp/job.bash
 """
 
 
+@pytest.mark.timeout(600)
 def test_a_launch_script_stops_at_sigterm_and_resumes(tmp_path: Path) -> None:
     model = MODEL.replace("save-interval 2", "save-interval 1000")
 

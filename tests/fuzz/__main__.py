@@ -19,6 +19,8 @@ def main() -> int:
     arguments = _arguments()
     only = dict(_setting(word) for word in arguments.settings.split())
     kinds = arguments.only.split(",") if arguments.only else list(KINDS)
+    if unknown := set(kinds) - set(KINDS):
+        sys.exit(f"--only: expected {', '.join(KINDS)}; got {', '.join(unknown)}.")
     made = programs(arguments.programs, arguments.seed, only, kinds)
     if arguments.dry or arguments.remedies is not None:
         dry = frequencies(made) if arguments.dry else ""

@@ -44,6 +44,7 @@ class Side:
         kept: What steps leave for later ones: states, averages, handles of hooks.
         copied: Whether a loss was computed with a copy of the weights.
         uneven: Whether ranks have run different blocks.
+        reordered: Whether ranks have run blocks in another order than that of their registration.
     """
 
     plain = True
@@ -60,7 +61,7 @@ class Side:
         # Whether gradients may differ between ranks until the next synchronization.
         self.pending = False
         self.accumulating = False
-        self.copied = self.uneven = False
+        self.copied = self.uneven = self.reordered = False
         self.add_model()
         torch.manual_seed(1000 + place.rank)
 

@@ -33,6 +33,7 @@ def forward(side: Side, batch: int, order: tuple[int, ...], mode: str, autocast:
         "no_grad": torch.no_grad,
         "inference": torch.inference_mode,
     }
+    side.reordered |= order not in ((0, 1), (0,), ())
     with modes[mode](), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         loss = side.loss(side.model(side.batch(batch), order))
     side.losses += [loss] if mode == "grad" else []
@@ -45,8 +46,10 @@ def apart(side: Side, orders: tuple[tuple[int, ...], ...]) -> Any:
     if side.setting.features.embedded:
         # docs/limits.md: until a plan has it, ranks cannot gather weights again for a unit that runs twice on some.
         orders = ((0,), (1,))
-    if side.setting.features.forces != "no":
-        orders = (orders[0], orders[0])  # the gradients in the forward gather units again, as above
+    forces = side.setting.features.forces != "no"  # the gradients in the forward gather units again, as above
+    recomputed = side.setting.units == "fine" and side.setting.features.checkpoint != "no"
+    if forces or recomputed or side.reordered:  # docs/limits.md
+        orders = (orders[0], orders[0])
     side.uneven = True
     loss = side.loss(side.model(side.batch(1), orders[side.place.rank % 2]))
     side.losses.append(loss)
@@ -85,6 +88,8 @@ def both_models(side: Side, detach: bool, sync: bool) -> Any:
 def write_inside(side: Side, when: str, grad: bool) -> Any:
     """A module's weight is written in the forward."""
     up = side.net.blocks[0].up
+    if side.setting.features.forces != "no":
+        when = "before"  # plain torch raises, since the gradients in the forward need the weight as it was
 
     def write(*unused: Any) -> None:
         with torch.no_grad():
