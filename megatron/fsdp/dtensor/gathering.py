@@ -82,7 +82,7 @@ class OfAllShards(torch.autograd.Function):
     def forward(ctx: Any, value: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
         """Gather the scalars over the axes that shard the tensor."""
         ctx.spec, ctx.device, ctx.mine = spec, value.device, 0
-        values = _on_device(value.detach().reshape(1).clone(), spec.mesh)
+        values = on_device(value.detach().reshape(1).clone(), spec.mesh)
         with JOURNAL.recorded(f"reduce a tensor of shape {tuple(spec.shape)}", spec.mesh.mesh.flatten().tolist()):
             for axis, placement in enumerate(spec.placements):
                 if not isinstance(placement, Replicate):
@@ -106,11 +106,11 @@ def _averaged(grad: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
 def _gather_full(tensor: DTensor) -> torch.Tensor:
     spec, mesh = tensor._spec, tensor.device_mesh
     if is_replicated(spec.placements):
-        return _on_device(tensor._local_tensor.detach(), mesh)
+        return on_device(tensor._local_tensor.detach(), mesh)
     if not is_ragged(spec):
         return _gather_uneven(tensor)
     mine = local_slice(spec)
-    flat = _on_device(tensor._local_tensor.detach(), mesh).reshape(-1)
+    flat = on_device(tensor._local_tensor.detach(), mesh).reshape(-1)
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
     # Start with the axis whose ranks hold neighbouring shards, so that every step gathers a contiguous range.
@@ -128,7 +128,7 @@ def _gather_full(tensor: DTensor) -> torch.Tensor:
     return own
 
 
-def _on_device(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+def on_device(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """Copy a tensor in host memory to the mesh's device. Others stay: theirs may not be the current device."""
     return tensor if tensor.device.type == mesh.device_type else tensor.to(mesh.device_type)
 
@@ -146,7 +146,7 @@ def reduce_over(
     torch's own reduction waits where no report about hanging ranks could end the wait.
     """
     # gloo has no reductions of booleans. Gradients may be in host memory, where NCCL cannot reduce.
-    sent = _on_device((value.int() if value.dtype is torch.bool else value.clone()).detach(), mesh)
+    sent = on_device((value.int() if value.dtype is torch.bool else value.clone()).detach(), mesh)
     is_extreme = value.is_floating_point() and operation in (dist.ReduceOp.MAX, dist.ReduceOp.MIN)
     if is_extreme:
         # Of a NaN and a number, backends may return the number. Minima are maxima of negated values.
@@ -172,7 +172,7 @@ def _gather_uneven(tensor: DTensor) -> torch.Tensor:
     if _needs_torch(tensor):
         by_torch: torch.Tensor = DTensor(tensor._local_tensor, tensor._spec, requires_grad=False).full_tensor()
         return by_torch.detach()
-    whole = _on_device(tensor._local_tensor.detach(), tensor.device_mesh)
+    whole = on_device(tensor._local_tensor.detach(), tensor.device_mesh)
     for axis, dim in sharded_axes(tensor):
         group = tensor.device_mesh.get_group(axis)
         lengths = lengths_on_ranks(whole.shape[dim], group, whole.device)

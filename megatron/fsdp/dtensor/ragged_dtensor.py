@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from megatron.fsdp.comm.collectives import broadcast
-from megatron.fsdp.dtensor.gathering import ToFull, ToLocal, gather_full, reduce_over
+from megatron.fsdp.dtensor.gathering import ToFull, ToLocal, gather_full, on_device, reduce_over
 from megatron.fsdp.dtensor.placements import (
     InChunks,
     contiguous_stride,
@@ -518,7 +518,7 @@ def _random(func: Any, args: tuple, kwargs: dict) -> Any:
     drawn = local_slice(spec).take_from(whole).contiguous()
     for axis, placement in enumerate(spec.placements):
         if isinstance(placement, Replicate) and spec.mesh.size(axis) > 1:
-            sent = drawn.to(spec.mesh.device_type)
+            sent = on_device(drawn, spec.mesh)
             broadcast(sent, 0, spec.mesh.get_group(axis))
             drawn.copy_(sent)
     return local.copy_(drawn)

@@ -453,12 +453,12 @@ class Unit:
         """Whether a forward of the unit is on the stack. torch calls no hook if KeyboardInterrupt has ended one."""
         if self._depth == 0 or in_backward():
             return self._depth > 0
-        frame = sys._getframe()
-        while (caller := frame.f_back) is not None:
-            frame = caller
+        frame = sys._getframe().f_back
+        while frame is not None:
             of = frame.f_locals["self"] if frame.f_code in _CALLS else None
             if of is self or of in self._modules:
                 return True
+            frame = frame.f_back
         return False
 
     def post_forward(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
