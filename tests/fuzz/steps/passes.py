@@ -47,7 +47,8 @@ def apart(side: Side, orders: tuple[tuple[int, ...], ...]) -> Any:
         # docs/limits.md: until a plan has it, ranks cannot gather weights again for a unit that runs twice on some.
         orders = ((0,), (1,))
     forces = side.setting.features.forces != "no"  # the gradients in the forward gather units again, as above
-    recomputed = side.setting.units == "fine" and side.setting.features.checkpoint != "no"
+    gathered = side.setting.strategy == 3 or side.setting.double_buffer
+    recomputed = gathered and side.setting.units == "fine" and side.setting.features.checkpoint != "no"
     if forces or recomputed or side.reordered:  # docs/limits.md
         orders = (orders[0], orders[0])
     side.uneven = True
