@@ -154,12 +154,12 @@ def verify(checkpoint_dir: Path) -> Result:
     sizes = {name: (folder / name).stat().st_size if (folder / name).is_file() else 0 for name in report.files}
     problems = report.problems
     files = {name: {"bytes": sizes[name], "problem": text or None} for name, text in report.files.items()}
-    states = {name: f"{'DAMAGED' if text else 'whole'}, {gib(sizes[name])}" for name, text in report.files.items()}
+    states = {name: f"{'DAMAGED' if text else 'complete'}, {gib(sizes[name])}" for name, text in report.files.items()}
     what = f"{report.tensors} tensors, {report.objects} objects, checked by {report.checked_by or 'nothing'}"
     return Result(
         {"path": str(folder), "complete": not problems, **report._asdict(), "files": files},
         {"files": states, "files of no tensor or object": report.unused, "problems": problems},
-        end=f"{folder}: {what}: {f'{len(problems)} problems' if problems else 'whole'}.",
+        end=f"{folder}: {what}: {f'{len(problems)} problems' if problems else 'complete'}.",
         failed=bool(problems),
     )
 

@@ -427,7 +427,7 @@ def test_verify_samples(name: str) -> None:
     assert found["complete"] and found["problems"] == [] and found["checked_by"] == "chunk headers"
     assert set(found["files"]) == {".metadata", *reader.files(), *(["common.pt"] * (folder / "common.pt").is_file())}
     printed = text("verify", folder)
-    assert f"{len(reader.tensors)} tensors, {len(reader.objects)} objects, checked by chunk headers: whole." in printed
+    assert f"{len(reader.tensors)} tensors, {len(reader.objects)} objects, checked by chunk headers: complete." in printed
 
 
 def test_verify_a_checkpoint_with_checksums(small: Path) -> None:

@@ -30,7 +30,7 @@ CASES = {
     "print-tensor a o": "key object",
     "print-torch-dcp-in-json a": "w o",
     "modify-state-dict a out --op 'remove o'": "input output bytes kept removed renamed",
-    "verify a": """path whole files checked_by tensors objects problems unused
+    "verify a": """path complete files checked_by tensors objects problems unused
         files.__0_0.distcp.bytes files.__0_0.distcp.problem""",
     "diff a b": f"same {KEYS} {DIFFERENT.replace('different_tensors', 'tensors')} same_tensors {DIFFERENT}",
     "compare-two-checkpoint a b": f"{KEYS} {DIFFERENT}",
