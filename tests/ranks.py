@@ -32,6 +32,8 @@ RUNS_PER_PROCESS = 200
 LINES_OF_OUTPUT = 30
 # Imported once, by the server that rank processes are forked from. Importing starts no threads.
 PRELOADED = ("torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "megatron_fsdp")
+# What takes long of importing Megatron: for a suite of tests, not for one test.
+LIBRARIES = ("torch._inductor.compile_fx", "torch.utils.tensorboard", "wandb", "transformers")
 
 
 class RankFailure(AssertionError):
@@ -52,7 +54,7 @@ class Rank:
     def __init__(self, output: Path) -> None:
         self.output = output
         context = get_context("forkserver")
-        context.set_forkserver_preload([*PRELOADED])
+        context.set_forkserver_preload([*PRELOADED, *(LIBRARIES if "PYTEST_XDIST_WORKER" in os.environ else ())])
         self.pipe, theirs = context.Pipe()
         self.process: BaseProcess = context.Process(target=_serve, args=(theirs, str(output)), daemon=True)
         with path_for_children():

@@ -439,6 +439,7 @@ class Schedule:
 
     def _use(self, plan: Plan, unit: Unit, state: WeightState) -> None:
         """Unshard a unit whose weights the computation needs, and prefetch the next units."""
+        unit.check_not_written()  # since it was used last in this forward
         if unit.state in (WeightState.SHARDED, WeightState.UNSHARDING):
             self._advance_to(plan, Op(OpKind.UNSHARD, unit.index))
         self._unshard(plan, unit)

@@ -89,8 +89,6 @@ def both_models(side: Side, detach: bool, sync: bool) -> Any:
 def write_inside(side: Side, when: str, grad: bool) -> Any:
     """A module's weight is written in the forward."""
     up = side.net.blocks[0].up
-    if side.setting.features.forces != "no":
-        when = "before"  # plain torch raises, since the gradients in the forward need the weight as it was
 
     def write(*unused: Any) -> None:
         with torch.no_grad():
