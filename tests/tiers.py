@@ -17,7 +17,6 @@ from tests.slow import LATER_STRATEGIES
 ZERO_3 = "optim_grads_params"
 # Beginnings of names below tests/. The longest one that fits counts.
 QUICK = (
-    "functional_tests/test_checkpoints.py::test_resumed_training_is_the_same",
     "functional_tests/test_checkpoint_survival.py::test_killed_over_a_checkpoint_without_checksums[os.fsync-none]",
     "functional_tests/test_docs_code.py::test_every_block_is_marked",
     "functional_tests/test_packaging.py::test_wheel_holds_the_packages_and_nothing_else",
@@ -54,7 +53,7 @@ MERGE = (
     "unit_tests/mcore/test_quantized_weights.py::test_every_format_trains_as_with_ddp",
     "unit_tests/mcore/test_quantized_weights.py::test_variants_train_as_with_ddp",
     "unit_tests/mcore/test_uneven_dtensor.py::test_functions_of_megatron_core",
-    "unit_tests/mcore/test_vocabulary.py::test_rows_that_both_have_are_loaded[1-True]",
+    "unit_tests/mcore/test_vocabulary.py::test_rows_that_both_have_are_loaded[128-1-True]",
     "unit_tests/simulated/test_engine.py::test_exceptions",
     "unit_tests/simulated/test_engine.py::test_offload_of_some_units",
     "unit_tests/simulated/test_engine.py::test_values",

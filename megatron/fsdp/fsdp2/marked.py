@@ -284,6 +284,11 @@ def _shard(root: MarkedModule) -> None:
             raise NotImplementedError(f"offload_policy: {name} and the modules around it must have the same policy.")
     check_no_other_engine(root)
     tensors = [t for m in root.modules() for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
+    mine = {id(tensor) for tensor in tensors if isinstance(tensor, nn.Parameter)}
+    apart = (place for other in set(_pending) - set(marked.values()) for place in other.named_modules())
+    keys = ((f"{name}.{key}".strip("."), p) for name, part in apart for key, p in part._parameters.items())
+    if shared := [key for key, parameter in keys if id(parameter) in mine]:
+        raise ValueError(f"Two sharded models share a parameter, {shared[0]}: shard a module that contains both.")
     config = FSDPConfig(
         mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=None),  # each unit has its policy
         sync_module_states=False,  # see equalize()

@@ -234,12 +234,13 @@ def check_not_wrapped(module: nn.Module, params: list[ShardedParameter]) -> None
         ValueError: One has.
     """
     for param in params:
-        owner = getattr(param.compute, OWNER, None)
+        # A parameter that another model has taken was replaced there, and not here.
+        owner = getattr(param.compute, OWNER, None) or vars(param.original).get("_fsdp_stands_for", (None,))[0]
         if owner is not None:
             gone = "" if owner() is not None else " that is gone"
             raise ValueError(
                 f"The model is already wrapped: parameter {param.name} belongs to a MegatronFSDP{gone}. Call "
-                "fully_shard once, and use what it returns."
+                "fully_shard once, use what it returns, and let no two sharded models share a parameter."
             )
     check_no_other_engine(module)
 

@@ -89,13 +89,10 @@ def test_an_unknown_size_names_the_flag(own: dict[str, Any], saved: dict[str, An
 
 # Loading -------------------------------------------------------------------------------------------------------------
 
-# 29 tokens are padded to 30 rows by one tensor-parallel rank, and to 40 by two.
-RUNS = {size: run_with(mm.VOCABULARY, size, multiple=10) for size in (1, 2)}
 
-
-def _pass_on(source: str, target: str, tensor_parallel: int, tied: bool) -> None:
+def _pass_on(source: str, target: str, size: int, tensor_parallel: int, tied: bool) -> None:
     """Train, or load another run's checkpoint over ones; save."""
-    own = RUNS[tensor_parallel]
+    own, saved = run_with(size, tensor_parallel), run_with(size, 3 - tensor_parallel)
     with mm.megatron(tensor_model_parallel_size=tensor_parallel):
         model = mm.wrapped("optim_grads_params", lambda config: mm.gpt(config, tied, own["padded_vocab_size"]))
         optimizer = mm.optimizer_of(model)
@@ -105,7 +102,6 @@ def _pass_on(source: str, target: str, tensor_parallel: int, tied: bool) -> None
             for param, moments in optimizer.optimizer.state.items():
                 for tensor in (param, moments["exp_avg"], moments["exp_avg_sq"]):
                     local_shard(tensor).data.fill_(1)
-            saved = RUNS[3 - tensor_parallel]
             load(state, source, other_names, strictness_of(SimpleNamespace(**own), lambda: saved))
         dcp.save(state, checkpoint_id=target)
 
@@ -114,19 +110,22 @@ def _tensors(folder: str) -> dict[str, torch.Tensor]:
     return {key: tensor.full_tensor() for key, tensor in CheckpointReader(Path(folder)).tensors.items()}
 
 
-@pytest.mark.parametrize(("first", "tied"), [(1, True), (2, False), (1, False), (2, True)])
-def test_rows_that_both_have_are_loaded(ranks: RankPool, first: int, tied: bool) -> None:
+@pytest.mark.parametrize(
+    ("size", "first", "tied"), [(128, 1, True), (50_257, 2, False), (50_257, 1, False), (128, 2, True)]
+)
+def test_rows_that_both_have_are_loaded(ranks: RankPool, size: int, first: int, tied: bool) -> None:
     with TemporaryDirectory() as before, TemporaryDirectory() as after:
-        ranks.run(2, _pass_on, "", before, first, tied)
-        ranks.run(2, _pass_on, before, after, 3 - first, tied)
+        ranks.run(2, _pass_on, "", before, size, first, tied)
+        ranks.run(2, _pass_on, before, after, size, 3 - first, tied)
         expected, found = _tensors(before), _tensors(after)
     assert found.keys() == expected.keys()
     padded = [key for key, tensor in found.items() if tensor.shape != expected[key].shape]
     assert len(padded) == (3 if tied else 6), "weights and two moments"
+    both, more = (run_with(size, ranks)["padded_vocab_size"] for ranks in (1, 2))
     for key, tensor in found.items():
         if key not in padded:
             assert torch.equal(tensor, expected[key]), key
             continue
-        assert {len(tensor), len(expected[key])} == {30, 40}, key
-        assert torch.equal(tensor[:30], expected[key][:30]) and tensor[:29].count_nonzero(), key
-        assert not tensor[30:].count_nonzero(), f"{key}: new rows of padding are not zero"
+        assert {len(tensor), len(expected[key])} == {both, more}, key
+        assert torch.equal(tensor[:both], expected[key][:both]) and tensor[:size].count_nonzero(), key
+        assert not tensor[both:].count_nonzero(), f"{key}: new rows of padding are not zero"
