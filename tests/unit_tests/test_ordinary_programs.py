@@ -1,6 +1,7 @@
 """More programs that plain PyTorch allows: orders of layers, hooks of the step, memory that parameters share, forks."""
 
 import functools
+import logging
 import os
 import select
 import signal
@@ -24,7 +25,8 @@ def _in_turns(program: int, settings: list[str]) -> None:
     def run(side: Side) -> torch.Tensor:
         step, rank, model = next(steps) // 2 % 3, dist.get_rank(), side.inner
         orders = {0: ((0, 1), (0, 1)), 1: ((0, 1), (0, 1, 2)), 2: ((2,), (0,))}
-        order = orders[step][rank] if program == 0 else ((0, 1, 2), (2, 0, 1))[(step + rank) % 2]
+        turn = {1: step + rank, 2: step + rank if step else 0, 3: step}.get(program, 0)
+        order = orders[step][rank] if program == 0 else ((0, 1, 2), (2, 0, 1))[turn % 2]
         model.forward = functools.partial(_forward_of, model, order)
         loss = side.model(batch()).pow(2).mean()
         loss.backward()
@@ -55,9 +57,25 @@ def test_a_block_that_no_rank_has_run_before(ranks: RankPool) -> None:
 
 
 def test_blocks_in_an_order_of_each_rank(ranks: RankPool) -> None:
-    ranks.run(2, _in_turns, 1, EVERY[:3])
-    with pytest.raises(RankFailure, match=r"CollectiveMismatch|ranks run units in different orders"):
-        ranks.run(2, _in_turns, 1, EVERY[3:])
+    for program in (1, 2):  # from the first iteration on, or later
+        ranks.run(2, _in_turns, program, EVERY[:3])
+        with pytest.raises(RankFailure, match=r"CollectiveMismatch|ranks run units in different orders"):
+            ranks.run(2, _in_turns, program, EVERY[3:])
+
+
+def _in_a_new_order() -> None:
+    warned: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = warned.append  # type: ignore[method-assign]
+    logger = logging.getLogger("megatron.fsdp.runtime.plan")
+    logger.addHandler(handler)
+    _in_turns(3, EVERY)
+    logger.removeHandler(handler)
+    assert ["All ranks have to do the same" in each.getMessage() for each in warned] == [True], "ZeRO-3, once"
+
+
+def test_blocks_in_a_new_order_of_all_ranks(ranks: RankPool) -> None:
+    ranks.run(2, _in_a_new_order)
 
 
 def _hooked(side: Side) -> torch.Tensor:

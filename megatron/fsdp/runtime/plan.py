@@ -23,6 +23,11 @@ ORDERS_DIFFER = (
     "one unit of those whose order varies, or shard no weights (zero_dp_strategy=2)."
 )
 
+REORDERED = (
+    "FSDP unit %s runs after one that the first iteration ran behind it. All ranks have to do the same, or their "
+    "collectives do not match. If each rank chooses its order, make one unit of those whose order varies."
+)
+
 
 class OpKind(IntEnum):
     """Kind of communication.
@@ -192,7 +197,7 @@ class Plans:
         self.forward = Plan([Op(OpKind.UNSHARD, unit.index) for unit in units], distance)
         self.backward = self._usual = self._guessed_backward()
         self.recording = True
-        self.orders_differ = self.unusual = False
+        self.orders_differ = self.unusual = self._has_warned = False
         self._attempts = 0
         self._known: dict[tuple[bool, ...], Plan] = {}
 
@@ -296,6 +301,43 @@ class Plans:
             first = next(op for found in strays for op in found)
             raise RuntimeError(ORDERS_DIFFER.format(self._units[first.unit_index].label))
         return merge_recorded(recorded), any(row[0] for row in rows)
+
+    def up_to(self, op: Op) -> Op | None:
+        """The last reduction to issue when the gradients for ``op`` are complete, if only gradients are communicated.
+
+        As in torch's DDP, those that the plan has earlier come first, even if this rank's computation comes to them
+        later: other ranks may run units in the plan's order.
+
+        Returns:
+            ``op`` itself if it does not lie ahead. None if another one has to come first.
+        """
+        ahead, found = self.backward.requested[self.backward.done :], None
+        if op not in ahead:
+            return op
+        for each in (one for one in ahead if one.kind is OpKind.REDUCE):
+            unit = self._units[each.unit_index]
+            if unit.awaits_backward:
+                break
+            found = each if unit.complete else found
+        return found
+
+    def check_stray(self, op: Op, plan: Plan) -> None:
+        """Warn once of an operation that did not lie ahead in its plan, which all ranks have to issue.
+
+        Raises:
+            RuntimeError: Ranks are known to run units in different orders, and the operation gathers weights.
+        """
+        unit, gathers = self._units[op.unit_index], op.kind is not OpKind.REDUCE
+        # The root is first in every pass of every rank.
+        if unit.is_root or (gathers and not unit.temporary):
+            return
+        if gathers and self.orders_differ:
+            raise RuntimeError(ORDERS_DIFFER.format(unit.label))
+        # Backwards from the inside of a unit and of recomputed units have orders of their own.
+        usual = plan is self.forward or not (gathers or self.unusual)
+        if usual and not (self.recording or self.orders_differ or self._has_warned):
+            self._has_warned = True
+            logger.warning(REORDERED, unit.label)
 
     def next_forward_units(self) -> list[Unit]:
         """The units that the next forward will unshard, in order."""

@@ -14,7 +14,7 @@ from megatron.fsdp.helpers.weak import weak_method
 from megatron.fsdp.quantized.storage import Direction
 from megatron.fsdp.runtime.graph import listen
 from megatron.fsdp.runtime.passes import Pass, PassState
-from megatron.fsdp.runtime.plan import ORDERS_DIFFER, Op, OpKind, Plan, Plans
+from megatron.fsdp.runtime.plan import Op, OpKind, Plan, Plans
 from megatron.fsdp.runtime.unit import Unit, WeightState
 
 logger = logging.getLogger(__name__)
@@ -59,11 +59,12 @@ class Schedule:
         self._late: list[int] = []
         self._reducing_shards: deque[Unit] = deque()
         self.refresh_weights = config.cuda_graph_mode
-        self._keeps = self._has_skipped = False
+        self._keeps = self._has_skipped = self._in_order = False
         self._inner: list[Unit] | None = None  # those that a backward inside a forward uses, as that forward does
         self.in_callers_forward = False
         self.groups = [group for unit in units for group in unit.groups]
         self._weights = [group.weights for group in self.groups]
+        self._gathers = any(unit.temporary or unit.is_directional for unit in units)
         self._reduces_apart = any(group.gradients.has_outer_stream for group in self.groups)
         self._params = [param for group in self.groups for param in group.params]
         self._reduces_now = weak_method(reduces_now)
@@ -197,7 +198,9 @@ class Schedule:
         self.plans.begin_backward()
         for unit in self.units:
             unit.new_backward()
+        self._in_order = not (self._gathers or self._orders_may_differ())
         if are_outdated(self._weights):  # all are unsharded again, in the order of the plan
+            self._in_order = False
             self.invalidate()
             for unit in self.units:
                 if unit.state is WeightState.UNSHARDED:
@@ -207,9 +210,8 @@ class Schedule:
         """End a backward: reshard the remaining units and reduce the remaining gradients, in the order of the plan."""
         for unit in self.units:
             unit.let_go(Direction.BACKWARD)
-            if self.in_callers_forward and (unit.held_by or unit.expected_by):
-                continue
-            unit.reshard()
+            if not (self.in_callers_forward and (unit.held_by or unit.expected_by)):
+                unit.reshard()
         # Nothing tells when the last call of such a unit ends. Its place in the plan is behind all of its calls.
         for unit in reversed(self.units):
             if unit.unwatched and unit.calls and unit.trainable and unit.has_gradients():
@@ -218,6 +220,7 @@ class Schedule:
         self._join_skipped()
         # If no input of a unit needs gradients, no hook runs at the end of its backward, so it is reduced here.
         for unit in reversed(self.units):
+            unit.idle |= unit.awaits_backward
             if unit.trainable and (unit.has_gradients() or (unit.took_part and not unit.reduced)):
                 self._reduce(unit)
         if self._orders_may_differ():
@@ -401,6 +404,7 @@ class Schedule:
         if self.passes.by_caller:
             return
         self.passes.begin_callers_backward()
+        self._in_order = False
         self.plans.begin_backward()
         for unit in self.units:
             unit.new_backward()
@@ -459,11 +463,7 @@ class Schedule:
             unit.unshard(PlaneSet.BACKWARD if plan.direction is Direction.BACKWARD else in_forward)
 
     def _unshard_forward_only(self, unit: Unit) -> bool:
-        """Unshard what backward needs for the recomputation of a forward, and does not read itself.
-
-        Returns:
-            Whether this is the first recomputation since the unit was unsharded.
-        """
+        """Unshard what backward needs to recompute a forward only. Returns whether this is the first recomputation."""
         plan, index = self.plans.backward, unit.index
         # Requested even if it was prefetched, so that it is recorded.
         first = plan.last_request(index) == Op(OpKind.UNSHARD, index) or unit.lacks(Direction.FORWARD)
@@ -474,8 +474,12 @@ class Schedule:
 
     def _reduce(self, unit: Unit) -> None:
         """Reduce a unit's complete gradients, unless :meth:`_advance_to` has already issued the reduction."""
-        unit.reduced = False
-        self._advance_to(self.plans.backward, Op(OpKind.REDUCE, unit.index))
+        unit.reduced, unit.complete = False, True
+        op = Op(OpKind.REDUCE, unit.index)
+        last = self.plans.up_to(op) if self._in_order else op
+        if last is None:
+            return  # it waits for others, or for the end of the backward
+        self._advance_to(self.plans.backward, last)
         if unit.reduced:
             return
         if self._orders_may_differ():
@@ -495,12 +499,11 @@ class Schedule:
 
     def _advance_to(self, plan: Plan, op: Op) -> None:
         """Issue all operations of the plan up to ``op``, which the computation requests."""
+        if self._in_order and op.kind is not OpKind.REDUCE and plan is self.plans.backward:
+            return
         indices = plan.request(op)
-        unit = self.units[op.unit_index]
-        # The root is first in every pass of every rank.
-        stray = indices is None and op.kind is not OpKind.REDUCE and not unit.is_root
-        if stray and self.plans.orders_differ and unit.temporary:
-            raise RuntimeError(ORDERS_DIFFER.format(unit.label))
+        if indices is None:
+            self.plans.check_stray(op, plan)
         if indices is not None:
             self._issue_skipped(plan, indices[:-1])
             self._issue_until(plan, indices[-1])

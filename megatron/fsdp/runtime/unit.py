@@ -74,6 +74,8 @@ class Unit:
         unwatched: A call of this forward had no inputs that need gradients.
         took_part: Whether the gradient of an output has arrived in this backward.
         reduced: Whether the reduction of this backward's gradients has been issued.
+        complete: Whether this backward's gradients are complete.
+        idle: A forward has run the unit, and no backward followed.
         aside: This backward enters the unit at something else than its outputs, and may leave it at any time.
         keeps_weights: Whether the weights stay unsharded from a forward until its backward; by default, the root's do.
         is_offloaded: Whether main weights are in host memory, away from the device of the computation.
@@ -97,7 +99,7 @@ class Unit:
         self.calls_done = 0
         self.unwatched = False
         self.took_part = False
-        self.reduced = False
+        self.reduced = self.complete = self.idle = False
         self.aside = False
         self.keeps_weights, self.is_offloaded = self.is_root, False
         self.held_by: set[Direction] = set()
@@ -136,6 +138,11 @@ class Unit:
     def ran(self) -> bool:
         """Whether this rank has run the unit in a forward, and not yet in its backward."""
         return (self.calls > 0 or self.unwatched) and not self.took_part
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether this rank's gradients of the unit are still to come in this backward, as far as it can tell."""
+        return (self.calls > 0 or self.unwatched) and not (self.complete or self.idle) and self.trainable
 
     @property
     def label(self) -> str:
@@ -387,7 +394,7 @@ class Unit:
     def new_backward(self) -> None:
         """Reset the counters at the start of a backward."""
         self.calls_done = 0
-        self.took_part = self.reduced = self.aside = False
+        self.took_part = self.reduced = self.complete = self.aside = False
 
     # Hooks -----------------------------------------------------------------------------------------------------
 

@@ -40,7 +40,7 @@ def forward(side: Side, batch: int, order: tuple[int, ...], mode: str, autocast:
     return loss
 
 
-@step(2, orders=(((0, 1), (0,)), ((0,), (1,)), ((0, 1), ())))
+@step(2, orders=(((0, 1), (0,)), ((0,), (1,)), ((0, 1), ()), ((0, 1), (1, 0))))
 def apart(side: Side, orders: tuple[tuple[int, ...], ...]) -> Any:
     """Ranks that run other blocks."""
     if side.setting.features.embedded:
@@ -49,7 +49,8 @@ def apart(side: Side, orders: tuple[tuple[int, ...], ...]) -> Any:
     forces = side.setting.features.forces != "no"  # the gradients in the forward gather units again, as above
     gathered = side.setting.strategy == 3 or side.setting.double_buffer
     recomputed = gathered and side.setting.units == "fine" and side.setting.features.checkpoint != "no"
-    if forces or recomputed or side.reordered:  # docs/limits.md
+    reordered = gathered and (side.reordered or orders[1] == (1, 0))
+    if forces or recomputed or reordered:  # docs/limits.md
         orders = (orders[0], orders[0])
     side.uneven = True
     loss = side.loss(side.model(side.batch(1), orders[side.place.rank % 2]))
