@@ -1,13 +1,17 @@
 """Which tests are quick (``make test``), and which ones CI adds after those (marked ``merge``).
 
-A test marked ``slow`` is left to ``make test-all``. Of the others, all that start no ranks are quick. Of a test's cases
-with ranks, quick ones train with ZeRO-3 where the test has strategies, exchange buffers by gloo's sends where it has
-exchanges, and of what remains they are two cases with different values. The tables name what takes long and reaches
-nothing that cheaper tests do not reach: ``make evidence`` prints what the tests marked ``merge`` alone reach.
+A test marked ``slow`` is left to ``make test-all``. So are the cases of a test with ranks that have no value of a
+parameter (with three parameters and more: no pair of values) that others do not have. Of the others, all that start no
+ranks are quick. Of a test's cases with ranks, quick ones train with ZeRO-3 where the test has strategies, exchange
+buffers by gloo's sends where it has exchanges, and of what remains they are two cases with different values. The tables
+name what takes long and reaches nothing that cheaper tests do not reach: ``make evidence`` prints what the tests marked
+``merge`` alone reach.
 """
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import pytest
 
@@ -124,16 +128,48 @@ def other_strategies(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
     return (item for item in items if function_of(item) in has_zero_3 and strategy_of(item) not in ("", ZERO_3))
 
 
+def covering(cases: Sequence[dict[str, Any]]) -> set[int]:
+    """The indices of cases that have all values of the parameters and, of three or more parameters, all pairs."""
+    columns = {tuple(repr(case.get(name)) for case in cases): None for name in cases[0]}
+    patterns = {tuple(map(column.index, column)): None for column in columns}  # of parameters that vary together, one
+    rows = list(zip(*(pattern for pattern in patterns if any(pattern)), strict=True))
+    targets = [set(itertools.combinations(enumerate(row), 2 if len(row) > 2 else 1)) for row in rows]
+    if not rows or len(set(rows)) < len(rows):
+        return set(range(len(cases)))  # values that print alike
+    left, used, chosen = set().union(*targets), Counter[Any](), set()
+    while left:
+        best = max(range(len(rows)), key=lambda i: (len(targets[i] & left), -sum(used[each] for each in targets[i])))
+        chosen.add(best)
+        left -= targets[best]
+        used.update(targets[best])
+    return chosen
+
+
+def mark_slow(items: list[pytest.Item]) -> None:
+    """Mark the combinations that are left out."""
+    cases: dict[str, list[Any]] = defaultdict(list)
+    for item in items:
+        if "ranks" in getattr(item, "fixturenames", ()) and hasattr(item, "callspec"):
+            if item.get_closest_marker("slow") is None:
+                cases[function_of(item)].append(item)
+    for of_one in cases.values():
+        chosen = covering([item.callspec.params for item in of_one])
+        for index, item in enumerate(of_one):
+            if index not in chosen and len(of_one) > MOST_CASES:
+                item.add_marker(pytest.mark.slow)
+
+
 def mark_merge(items: list[pytest.Item]) -> None:
     """Mark the tests that are not quick."""
+    mark_slow(items)
     others = set(other_strategies(items))
-    taken: dict[str, list[set[tuple[str, int]]]] = defaultdict(list)
+    taken: dict[str, list[set[tuple[str, str]]]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker("slow") is None and not _is_quick(item, others, taken[function_of(item)]):
             item.add_marker(pytest.mark.merge)
 
 
-def _is_quick(item: pytest.Item, others: set[pytest.Item], taken: list[set[tuple[str, int]]]) -> bool:
+def _is_quick(item: pytest.Item, others: set[pytest.Item], taken: list[set[tuple[str, str]]]) -> bool:
     name = item.nodeid.removeprefix("tests/")
     listed = max((rule for rule in (*QUICK, *MERGE) if name.startswith(rule)), key=len, default=None)
     if listed is not None:
@@ -141,7 +177,9 @@ def _is_quick(item: pytest.Item, others: set[pytest.Item], taken: list[set[tuple
     call = getattr(item, "callspec", None)
     if call is None or "ranks" not in getattr(item, "fixturenames", ()):
         return True
-    values = {place for place in call.indices.items() if place[0] not in ("strategy", "kind", "exchange")}
+    values = {
+        (name, repr(value)) for name, value in call.params.items() if name not in ("strategy", "kind", "exchange")
+    }
     if item in others or call.params.get("exchange") == COLLECTIVES or len(taken) == MOST_CASES:
         return False
     if any(values & earlier for earlier in taken):
