@@ -81,7 +81,7 @@ def test_a_step_of_a_command_line() -> None:
     assert less["peak"]["activations"] < found["peak"]["activations"] / 2 and less["seconds"] > found["seconds"]
 
 
-@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+@pytest.mark.parametrize("dispatcher", all_but_slow(["alltoall", "allgather"], "alltoall"))
 def test_a_step_with_experts(dispatcher: str) -> None:
     """Each expert has as many tokens as every other one, and work grows with the experts of a token."""
     experts = f"--num-experts 8 --expert-model-parallel-size 4 --moe-token-dispatcher-type {dispatcher}".split()

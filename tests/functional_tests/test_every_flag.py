@@ -11,13 +11,12 @@ from tests.launch import python
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="several ranks over gloo; Megatron runs on CUDA here")
 
 
-@pytest.mark.merge
 @pytest.mark.parametrize(
     ("dest", "fragment", "state"),
     [
         ("clip_grad", "--clip-grad 0.5", "works"),
-        ("fp8", try_flags.FP8, "off on a CPU"),
-        ("ddp_num_buckets", "--ddp-num-buckets 2", "no effect"),
+        pytest.param("fp8", try_flags.FP8, "off on a CPU", marks=pytest.mark.slow),
+        pytest.param("ddp_num_buckets", "--ddp-num-buckets 2", "no effect", marks=pytest.mark.slow),
         ("use_sharp", "--use-sharp --sharp-enabled-group dp", "refused"),
         # Taken for a flag of FSDP alone, so that DDP runs without it.
         ("fsdp_lr", "--lr 5e-3", "DIFFERS"),

@@ -43,7 +43,7 @@ def _injected(kind: str, folder: Path) -> Ended:
     return torchrun(["injected_test.py", kind], 2, folder=folder)
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(4, marks=pytest.mark.merge)])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_passes(tmp_path: Path, ranks: int) -> None:
     out = printed(torchrun(["-m", "megatron.fsdp.selftest", "--cpu", "--out", "out.txt"], ranks, folder=tmp_path))
     of_several, of_gpus = 2, 2
