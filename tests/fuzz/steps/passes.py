@@ -49,7 +49,8 @@ def apart(side: Side, orders: tuple[tuple[int, ...], ...]) -> Any:
     forces = side.setting.features.forces != "no"  # the gradients in the forward gather units again, as above
     gathered = side.setting.strategy == 3 or side.setting.double_buffer
     recomputed = gathered and side.setting.units == "fine" and side.setting.features.checkpoint != "no"
-    reordered = gathered and (side.reordered or orders[1] == (1, 0))
+    in_order = gathered or side.setting.interface == "fsdp2"
+    reordered = in_order and (side.reordered or orders[1] == (1, 0))
     if forces or recomputed or reordered:  # docs/limits.md
         orders = (orders[0], orders[0])
     side.uneven = True
