@@ -29,7 +29,7 @@ def _program(file: Path) -> Program:
 KNOWN = 0
 
 
-@pytest.mark.timeout(1000)
+@pytest.mark.timeout(2000)
 def test_random_programs() -> None:
     runner = Runner()
     try:
@@ -43,7 +43,7 @@ def test_random_programs() -> None:
     assert refused <= 0.05 * steps
 
 
-@pytest.mark.timeout(1000)
+@pytest.mark.timeout(2000)
 def test_found() -> None:
     runner = Runner()
     try:
@@ -54,7 +54,7 @@ def test_found() -> None:
     assert not names, "\n".join(names)
 
 
-@pytest.mark.timeout(1000)
+@pytest.mark.timeout(2000)
 @pytest.mark.parametrize("file", OPEN, ids=lambda file: file.stem)
 @pytest.mark.xfail(reason="a known defect; when it is mended, take the underscore from the file's name")
 def test_open(file: Path) -> None:
