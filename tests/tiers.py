@@ -149,14 +149,13 @@ def mark_slow(items: list[pytest.Item]) -> None:
     """Mark the combinations that are left out."""
     cases: dict[str, list[Any]] = defaultdict(list)
     for item in items:
-        if "ranks" in getattr(item, "fixturenames", ()) and hasattr(item, "callspec"):
-            if item.get_closest_marker("slow") is None:
-                cases[function_of(item)].append(item)
-    for of_one in cases.values():
+        has_cases = "ranks" in getattr(item, "fixturenames", ()) and hasattr(item, "callspec")
+        if has_cases and item.get_closest_marker("slow") is None:
+            cases[function_of(item)].append(item)
+    for of_one in (each for each in cases.values() if len(each) > MOST_CASES):
         chosen = covering([item.callspec.params for item in of_one])
-        for index, item in enumerate(of_one):
-            if index not in chosen and len(of_one) > MOST_CASES:
-                item.add_marker(pytest.mark.slow)
+        for index in set(range(len(of_one))) - chosen:
+            of_one[index].add_marker(pytest.mark.slow)
 
 
 def mark_merge(items: list[pytest.Item]) -> None:

@@ -47,15 +47,16 @@ def _shard(model: Callable[[], nn.Module]) -> Callable[[], Any]:
     return lambda: fully_shard_model(model(), device="cpu")
 
 
-def _share(shard_both: bool, run: bool) -> None:
+def _share(shard_both: bool) -> None:
     first, second = _model(), _model()
     second[1].weight = first[1].weight
     for model in (first, second) if shard_both else (first,):
         fsdp2.fully_shard(model)
-    if run:
-        first(torch.ones(2, 4))
     _KEPT.append(first)
-    second(torch.ones(2, 4)) if shard_both else fully_shard_model(second, device="cpu")
+    if shard_both:
+        second(torch.ones(2, 4))
+    first(torch.ones(2, 4))
+    fully_shard_model(second, device="cpu")
 
 
 # A way to wrap the model, and a pattern for the error.
@@ -70,8 +71,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "fsdp2 inside": (_shard(_torch_inside), r"its module 1 .*Leave out torch's fully_shard"),
     "fsdp2 inside of marked": (_marked, r"its module 1 .*Leave out torch's fully_shard"),
     "sharded before": (_shard(lambda: _sharded()[1]), "already wrapped: parameter .* belongs to a MegatronFSDP"),
-    "parameter of a sharded model": (lambda: _share(shard_both=False, run=True), "parameter 1.weight belongs to a"),
-    "parameter of two models": (lambda: _share(shard_both=True, run=False), "share a parameter, 1.weight"),
+    "parameter of a sharded model": (lambda: _share(shard_both=False), "parameter 1.weight belongs to a"),
+    "parameter of two models": (lambda: _share(shard_both=True), "share a parameter, 1.weight"),
 }
 # Ways to wrap a sharded model.
 AROUND: dict[str, Callable[[], Any]] = {

@@ -288,7 +288,9 @@ def _shard(root: MarkedModule) -> None:
     apart = (place for other in set(_pending) - set(marked.values()) for place in other.named_modules())
     keys = ((f"{name}.{key}".strip("."), p) for name, part in apart for key, p in part._parameters.items())
     if shared := [key for key, parameter in keys if id(parameter) in mine]:
-        raise ValueError(f"Two sharded models share a parameter, {shared[0]}: shard a module that contains both.")
+        raise ValueError(
+            f"Two sharded models share a parameter, {max(shared, key=len)}: shard a module that contains both."
+        )
     config = FSDPConfig(
         mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=None),  # each unit has its policy
         sync_module_states=False,  # see equalize()

@@ -24,7 +24,7 @@ ORDERS_DIFFER = (
 )
 
 REORDERED = (
-    "FSDP unit %s runs after one that the first iteration ran behind it. All ranks have to do the same, or their "
+    "FSDP unit %s does not run in the order of the first iteration. All ranks have to do the same, or their "
     "collectives do not match. If each rank chooses its order, make one unit of those whose order varies."
 )
 

@@ -198,9 +198,9 @@ class Schedule:
         self.plans.begin_backward()
         for unit in self.units:
             unit.new_backward()
-        self._in_order = not (self._gathers or self._orders_may_differ())
-        if are_outdated(self._weights):  # all are unsharded again, in the order of the plan
-            self._in_order = False
+        outdated = are_outdated(self._weights)
+        self._in_order = not (outdated or self._gathers or self._orders_may_differ())
+        if outdated:  # all are unsharded again, in the order of the plan
             self.invalidate()
             for unit in self.units:
                 if unit.state is WeightState.UNSHARDED:
@@ -504,7 +504,7 @@ class Schedule:
         indices = plan.request(op)
         if indices is None:
             self.plans.check_stray(op, plan)
-        if indices is not None:
+        else:
             self._issue_skipped(plan, indices[:-1])
             self._issue_until(plan, indices[-1])
 
