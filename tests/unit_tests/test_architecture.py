@@ -26,7 +26,7 @@ BUDGETS = {
     "megatron/fsdp/api": 600,
     "megatron/fsdp/buffers": 1_515,
     "megatron/fsdp/checkpoint": 2_325,
-    "megatron/fsdp/comm": 1_045,
+    "megatron/fsdp/comm": 1_075,
     "megatron/fsdp/convert": 3_960,
     "megatron/fsdp/dtensor": 1_085,
     "megatron/fsdp/fsdp2": 645,
@@ -39,13 +39,13 @@ BUDGETS = {
     "megatron/fsdp/optim": 930,
     "megatron/fsdp/quantized": 305,
     "megatron/fsdp/quantized/reference": 390,
-    "megatron/fsdp/runtime": 2_585,
+    "megatron/fsdp/runtime": 2_590,
     "megatron/fsdp/sharding": 710,
     "megatron/fsdp/state": 585,
     "megatron/fsdp/tools": 3_295,
     "megatron/fsdp/tools/predict": 1_460,
     "megatron_fsdp": 150,
-    "tests": 39_065,
+    "tests": 39_085,
 }
 
 # Phrases, as regular expressions, and the word that people of this field search for.

@@ -38,7 +38,7 @@ class Task(Handle):
 
 
 def _answer(*whats: str, peers: tuple[int, ...] = (0, 1), unfinished: tuple[int, ...] = ()) -> dict:
-    log = {"issued": list(enumerate(whats)), "peers": peers, "open": unfinished}
+    log = {"issued": list(enumerate(whats)), "before": 0, "peers": peers, "open": unfinished}
     return {"logs": [log], "at": "train.py:3 in main", "ended": None}
 
 
@@ -63,6 +63,18 @@ def test_the_first_difference_is_reported() -> None:
     assert proven
     desync = "Desync (collective mismatch). They first differ at number 1: rank 0: gather b; rank 1: reduce a."
     assert text.startswith(desync)
+
+
+@pytest.mark.parametrize("first", ["gather 0", "gather 1"])
+def test_a_difference_is_found_among_operations_that_are_no_longer_kept(first: str) -> None:
+    logs = [Log([0, 1]), Log([0, 1])]
+    for number in range(MAX_KEPT + 9):
+        logs[0].add(f"gather {number}", [])
+        if number < MAX_KEPT + 3:  # a rank that is behind keeps others
+            logs[1].add(f"gather {number}" if number else first, [])
+    text, proven = describe({rank: {**_answer(), "logs": [log.answer()]} for rank, log in enumerate(logs)}, 2)
+    assert proven is (first != "gather 0")
+    assert text.startswith("Desync (collective mismatch). They first differ before number 9." if proven else "The op")
 
 
 def test_ranks_of_different_groups_may_differ() -> None:

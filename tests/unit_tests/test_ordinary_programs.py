@@ -52,6 +52,21 @@ def _forward_of(model: Any, order: tuple[int, ...], x: torch.Tensor) -> torch.Te
 EVERY = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 
 
+def _evaluations_in_turns() -> None:
+    """Blocks have one size, and ranks gather equally many: no collective waits for another rank's forever."""
+
+    def run(side: Side) -> torch.Tensor:
+        model, orders = side.inner, ((1, 0, 2), (0, 2, 1))
+        train(side)
+        model.forward = functools.partial(_forward_of, model, orders[dist.get_rank()])
+        with torch.no_grad():
+            side.model(batch())
+        model.forward = functools.partial(_forward_of, model, (0, 1, 2))
+        return train(side)
+
+    same(run, Model, ["optim_grads_params"])
+
+
 def test_a_block_that_no_rank_has_run_before(ranks: RankPool) -> None:
     ranks.run(2, _in_turns, 0, EVERY)
 
@@ -61,6 +76,8 @@ def test_blocks_in_an_order_of_each_rank(ranks: RankPool) -> None:
         ranks.run(2, _in_turns, program, EVERY[:3])
         with pytest.raises(RankFailure, match=r"CollectiveMismatch|ranks run units in different orders"):
             ranks.run(2, _in_turns, program, EVERY[3:])
+    with pytest.raises(RankFailure, match=r"CollectiveMismatch(.|\n)*They first differ at number"):
+        ranks.run(2, _evaluations_in_turns)
 
 
 def _in_a_new_order() -> None:

@@ -9,8 +9,12 @@ every rank writes a file.
 A thread of every rank answers such requests at any time, and watches for long waits. One rank prints a report about a
 long wait while it lasts. If ranks have issued different operations, the wait can never end, and the thread makes it
 raise an error. With NCCL the host does not wait for collectives, so there is only the report.
+
+Collectives of one size end even if ranks mean different units, and then weights are wrong. A rank that leaves the order
+of the first iteration therefore lets all ranks compare their logs. If they differ, the next operation raises an error.
 """
 
+import functools
 import json
 import logging
 import os
@@ -19,6 +23,7 @@ import sys
 import sysconfig
 import threading
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -42,6 +47,7 @@ from megatron.fsdp.comm.streams import (
     error_at_end,
     fail_all_waits,
     ignore_captures,
+    raise_if_ranks_disagree,
     watch_end,
 )
 
@@ -89,11 +95,14 @@ class Log:
         self.count = 0
         self.last = time.monotonic()
         self.models = 0
-        self._issued: deque[tuple[int, str, list[Callable[[], bool]]]] = deque(maxlen=MAX_KEPT)
+        # With a checksum of all operations before each: it tells whether those that are no longer kept were the same.
+        self._issued: deque[tuple[int, str, list[Callable[[], bool]], int]] = deque(maxlen=MAX_KEPT)
+        self._checksum = 0
 
     def add(self, what: str, watchers: list[Callable[[], bool]]) -> None:
         """Record an operation, which has ended when all watchers return True."""
-        self._issued.append((self.count, what, watchers))
+        self._issued.append((self.count, what, watchers, self._checksum))
+        self._checksum = _add(self._checksum, what)
         self.count += 1
         self.last = time.monotonic()
 
@@ -112,7 +121,7 @@ class Log:
     def unfinished(self) -> list[int]:
         """Numbers of the operations that have not ended. Watchers that have ended are not asked again."""
         found = []
-        for number, _, watchers in list(self._issued):
+        for number, _, watchers, _ in list(self._issued):
             watchers[:] = [ended for ended in watchers if not ended()]
             if watchers:
                 found.append(number)
@@ -120,8 +129,9 @@ class Log:
 
     def answer(self) -> dict[str, Any]:
         """The log in the form that is sent to other ranks."""
-        issued = [(number, what) for number, what, _ in list(self._issued)]
-        return {"peers": self.peers, "issued": issued, "open": self.unfinished}
+        kept = list(self._issued)
+        issued, before = [(number, what) for number, what, _, _ in kept], kept[0][-1] if kept else 0
+        return {"peers": self.peers, "issued": issued, "before": before, "open": self.unfinished}
 
 
 @dataclass
@@ -145,7 +155,11 @@ class Channel:
         Args:
             what: Its name, such as ``"unshard blocks.0"``, which must be the same on all ranks of the model.
             handles: Its tasks.
+
+        Raises:
+            CollectiveMismatch: The ranks have compared their logs, and they differ.
         """
+        raise_if_ranks_disagree()
         self.log.add(self.model + what, [handle.watcher() for handle in handles] if self.watches else [])
 
 
@@ -155,10 +169,12 @@ class Journal:
     Attributes:
         query_after: Seconds without a new operation before :meth:`stuck_for` asks whether operations have ended. On a
             GPU this queries events, of which compute under capture in a CUDA graph should see few.
+        doubted: Whether the ranks should compare their logs: this one has issued something out of order.
     """
 
     def __init__(self) -> None:
         self.query_after = 0.0
+        self.doubted = self._has_settled = False
         self._logs: dict[tuple[int, ...], Log] = {}
         self._count, self._unfinished, self._since = 0, 0, 0.0
 
@@ -178,9 +194,21 @@ class Journal:
         with log.waiting(what, FAILED) if log is not None and is_main else report_on_failure():
             yield
 
+    def settle(self) -> None:
+        """Wait for the first comparison, if this rank has doubts; a thread makes later ones.
+
+        Raises:
+            CollectiveMismatch: The logs of the ranks differ.
+        """
+        if self.doubted and not self._has_settled and _watchdogs:
+            self._has_settled = True
+            _act_on(_rounds.report())
+            raise_if_ranks_disagree()
+
     def clear(self) -> None:
         """Drop all logs. Numbers start at 0 in the next process group."""
         self._logs.clear()
+        self.doubted = self._has_settled = False
 
     @property
     def count(self) -> int:
@@ -393,28 +421,46 @@ def _describe_rank(answer: dict) -> str:
 
 def _compare(answers: dict[int, dict], name: Callable[[Sequence[int]], str]) -> tuple[str, bool]:
     """Describe the first difference between ranks, or the ranks that are behind. Returns whether they differ."""
-    logs: dict[tuple[int, ...], dict[int, dict[int, str]]] = {}
+    logs: dict[tuple[int, ...], dict[int, dict]] = {}
     for rank, answer in sorted(answers.items()):
         for log in answer["logs"]:
-            logs.setdefault(tuple(log["peers"]), {})[rank] = dict(log["issued"])
+            logs.setdefault(tuple(log["peers"]), {})[rank] = log
     for of_rank in logs.values():
-        for number in sorted(set.intersection(*map(set, of_rank.values()))):
-            whats: dict[str, list[int]] = {}
-            for rank, issued in of_rank.items():
-                whats.setdefault(issued[number], []).append(rank)
-            if len(whats) > 1:
-                groups = sorted(whats.items(), key=lambda item: -len(item[1]))
-                each = [f"{name(ranks)}: {what}" for what, ranks in groups[:MAX_DIFFERENT]]
-                if more := len(groups) - len(each):
-                    each.append(f"and {more} more operations")
-                differ = f"They first differ at number {number}: {'; '.join(each)}."
-                return f"Desync (collective mismatch). {differ} {_REMEDY}", True
+        if differ := _first_difference(of_rank, name):
+            return f"Desync (collective mismatch). They first differ {differ}. {_REMEDY}", True
     agree = "The operations issued so far agree (no desync)"
     for of_rank in logs.values():
-        reached = {rank: max(issued, default=-1) for rank, issued in of_rank.items()}
+        reached = {rank: max(dict(log["issued"]), default=-1) for rank, log in of_rank.items()}
         if behind := [rank for rank, number in reached.items() if number < max(reached.values())]:
             return f"{agree}, but {name(behind)} issued fewer. {_REMEDY}", False
     return f"{agree}.", False
+
+
+def _first_difference(logs: dict[int, dict], name: Callable[[Sequence[int]], str]) -> str:
+    issued = {rank: dict(log["issued"]) for rank, log in logs.items()}
+    numbers = sorted(set.intersection(*map(set, issued.values())))
+    if numbers and len({_checksum_before(numbers[0], log) for log in logs.values()}) > 1:
+        return f"before number {numbers[0]}"
+    for number in numbers:
+        whats: dict[str, list[int]] = {}
+        for rank in logs:
+            whats.setdefault(issued[rank][number], []).append(rank)
+        if len(whats) > 1:
+            groups = sorted(whats.items(), key=lambda item: -len(item[1]))
+            each = [f"{name(ranks)}: {what}" for what, ranks in groups[:MAX_DIFFERENT]]
+            if more := len(groups) - len(each):
+                each.append(f"and {more} more operations")
+            return f"at number {number}: {'; '.join(each)}"
+    return ""
+
+
+def _checksum_before(end: int, log: dict) -> int:
+    return functools.reduce(_add, (what for number, what in log["issued"] if number < end), log["before"])
+
+
+def _add(checksum: int, what: str) -> int:
+    """The checksum of one more operation."""
+    return zlib.crc32(what.encode(), checksum)
 
 
 def name_ranks(ranks: Sequence[int], hosts: Mapping[int, str] | None = None) -> str:
@@ -461,6 +507,7 @@ class Watchdog(threading.Thread):
         self._compare_after = compare_after
         # Number of operations issued at the last comparison and at the last report: neither is repeated for one wait.
         self._compared = self._reported = -1
+        self._next_doubt = 0.0
         self._ended = threading.Event()
 
     def run(self) -> None:
@@ -481,24 +528,30 @@ class Watchdog(threading.Thread):
 
     def _check(self) -> None:
         count, stuck = self._journal.count, self._journal.stuck_for()
+        doubted = self._journal.doubted and time.monotonic() >= self._next_doubt
+        if doubted:
+            self._journal.doubted, self._next_doubt = False, time.monotonic() + SECONDS_TO_REPORT
         if (report := _rounds.answer()) is None:
             prints = stuck >= self._seconds and self._reported != count
-            if not prints and not (stuck >= self._compare_after and self._compared != count):
+            if not (prints or doubted or (stuck >= self._compare_after and self._compared != count)):
                 return
             report, self._compared = _rounds.report(prints), count
         if report.printer >= 0:
             self._reported = count  # ranks that wait as well do not print a second report
             if report.printer == dist.get_rank():
                 self._on_report(f"Megatron-FSDP: no communication has ended for {self._seconds:.0f} s.\n{report.text}")
-        # Logs may differ for a moment while ranks make progress, so a proof counts only if this rank is stuck as well.
-        if report.proven and self._journal.stuck_for() >= 0.5 * self._compare_after:
-            reason = "The ranks have issued different operations and would wait for each other forever."
-            fail_all_waits(f"{reason}\n{report.text}")
+        _act_on(report)
 
     def stop(self) -> None:
         """Stop the thread."""
         self._ended.set()
         self.join(SECONDS_FOR_ANSWERS)
+
+
+def _act_on(report: Report) -> None:
+    if report.proven:
+        reason = "The ranks have issued different operations. They would wait forever, or exchange wrong data."
+        fail_all_waits(f"{reason}\n{report.text}")
 
 
 _watchdogs: list[Watchdog] = []

@@ -19,7 +19,7 @@ from megatron.fsdp.buffers.weights import WeightBuffer
 from megatron.fsdp.comm.backends import runs_ahead
 from megatron.fsdp.comm.collectives import all_reduce, broadcast
 from megatron.fsdp.comm.context import CommContext
-from megatron.fsdp.comm.journal import report_on_failure
+from megatron.fsdp.comm.journal import JOURNAL, report_on_failure
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron.fsdp.helpers.patches import TORCH, Kind, Patch, Patches
@@ -183,6 +183,7 @@ class Engine:
             self.model_auto_sync, self.is_last_microbatch = was_auto, was_last
 
     def _backward_ended(self) -> None:
+        JOURNAL.settle()
         self.microbatch_count += 1
         # This reshards all units, so it waits for a later backward if the next micro-batch's forward runs.
         if self.model_auto_sync and not self.schedule.in_callers_forward:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from enum import IntEnum
 from typing import NamedTuple
 
+from megatron.fsdp.comm.journal import JOURNAL
 from megatron.fsdp.quantized.storage import Direction
 from megatron.fsdp.runtime.unit import Unit, WeightState
 
@@ -25,7 +26,7 @@ ORDERS_DIFFER = (
 
 REORDERED = (
     "FSDP unit %s does not run in the order of the first iteration. All ranks have to do the same, or their "
-    "collectives do not match. If each rank chooses its order, make one unit of those whose order varies."
+    "collectives do not match, and an error follows. If each rank chooses its order, make one unit of those units."
 )
 
 
@@ -322,12 +323,13 @@ class Plans:
         return found
 
     def check_stray(self, op: Op, plan: Plan) -> None:
-        """Warn once of an operation that did not lie ahead in its plan, which all ranks have to issue.
+        """Warn once of an operation that did not lie ahead in its plan, and let the ranks compare what they issue.
 
         Raises:
             RuntimeError: Ranks are known to run units in different orders, and the operation gathers weights.
         """
         unit, gathers = self._units[op.unit_index], op.kind is not OpKind.REDUCE
+        JOURNAL.doubted |= gathers and unit.state is WeightState.SHARDED
         # The root is first in every pass of every rank.
         if unit.is_root or (gathers and not unit.temporary):
             return
