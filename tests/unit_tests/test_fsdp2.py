@@ -37,7 +37,7 @@ from tests.models import (
     sgd,
     shard,
 )
-from tests.ranks import RankPool
+from tests.ranks import RankFailure, RankPool
 
 FSDP2 = torch_fsdp
 BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
@@ -485,6 +485,44 @@ def _skipping(reshard: int, write: bool, recomputes: bool) -> None:
 @pytest.mark.parametrize(("write", "recomputes"), [(False, False), (True, False), (False, True)])
 def test_resharding_to_a_number_of_ranks_that_skip_units(ranks: RankPool, write: bool, recomputes: bool) -> None:
     ranks.run(4, _skipping, 2, write, recomputes)
+
+
+class Ordered(nn.Module):
+    """Layers of one size, in an order that may change. Nothing tells when the backward of the first one ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.order = nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), (0, 1, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number in self.order:
+            x = self.layers[number](x).tanh()
+        return x
+
+
+def _orders_of_each_rank(reshard: bool) -> None:
+    torch.manual_seed(0)
+    model = Ordered()
+    reference = copy.deepcopy(model)
+    for module in [*model.layers, model]:
+        fsdp2.fully_shard(module, reshard_after_forward=reshard)
+    pairs = [(model, sgd(model.parameters())), (reference, sgd(reference.parameters()))]
+    for step, data in enumerate(torch.randn(4, 2, 8, 8)):
+        orders = ((1, 0, 2), (0, 2, 1)) if step else ((0, 1, 2), (0, 1, 2))
+        model.order = orders[dist.get_rank()]
+        model(data[dist.get_rank()]).pow(2).mean().backward()
+        for rank, reference.order in enumerate(orders):
+            (reference(data[rank]).pow(2).mean() / 2).backward()
+        for _, optimizer in pairs:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_weights(model_of(model), reference)
+
+
+def test_ranks_run_units_in_orders_of_their_own(ranks: RankPool) -> None:
+    ranks.run(2, _orders_of_each_rank, False)
+    with pytest.raises(RankFailure, match="CollectiveMismatch"):
+        ranks.run(2, _orders_of_each_rank, True)
 
 
 def _root_reshards(number: bool | int | None) -> WeightState:

@@ -64,7 +64,6 @@ class Schedule:
         self.in_callers_forward = False
         self.groups = [group for unit in units for group in unit.groups]
         self._weights = [group.weights for group in self.groups]
-        self._gathers = any(unit.temporary or unit.is_directional for unit in units)
         self._reduces_apart = any(group.gradients.has_outer_stream for group in self.groups)
         self._params = [param for group in self.groups for param in group.params]
         self._reduces_now = weak_method(reduces_now)
@@ -199,7 +198,7 @@ class Schedule:
         for unit in self.units:
             unit.new_backward()
         outdated = are_outdated(self._weights)
-        self._in_order = not (outdated or self._gathers or self._orders_may_differ())
+        self._in_order = not (outdated or self.plans.gathers() or self._orders_may_differ())
         if outdated:  # all are unsharded again, in the order of the plan
             self.invalidate()
             for unit in self.units:
@@ -220,7 +219,7 @@ class Schedule:
         self._join_skipped()
         # If no input of a unit needs gradients, no hook runs at the end of its backward, so it is reduced here.
         for unit in reversed(self.units):
-            unit.idle |= unit.awaits_backward
+            unit.idle |= unit.awaits_backward and not (unit.took_part or unit.has_gradients())
             if unit.trainable and (unit.has_gradients() or (unit.took_part and not unit.reduced)):
                 self._reduce(unit)
         if self._orders_may_differ():
@@ -320,7 +319,7 @@ class Schedule:
                 self._inner.append(unit)
             return
         self._begin_backward()
-        unit.took_part = True
+        unit.took_part, unit.idle = True, False
         if unit.state is WeightState.BACKWARD:
             return
         if self.passes.kept is unit:
