@@ -120,6 +120,8 @@ def run_backward(original: Callable[..., Any], outputs: Sequence[Any], *args: An
             schedule.enter_aside(units)
 
     handles = [node.register_prehook(enter) for node, _ in edges if entered and node is not None]
+    for unit in passed:
+        unit.in_graph = True
     try:
         with _in_forwards():
             gradients = original(outputs, *args, **kwargs)
@@ -134,6 +136,8 @@ def run_backward(original: Callable[..., Any], outputs: Sequence[Any], *args: An
             schedule.backward_failed()
         raise
     finally:
+        for unit in passed:
+            unit.in_graph = False
         for handle in handles:
             handle.remove()
 

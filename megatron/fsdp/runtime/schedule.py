@@ -219,7 +219,6 @@ class Schedule:
         self._join_skipped()
         # If no input of a unit needs gradients, no hook runs at the end of its backward, so it is reduced here.
         for unit in reversed(self.units):
-            unit.idle |= unit.awaits_backward and not (unit.took_part or unit.has_gradients())
             if unit.trainable and (unit.has_gradients() or (unit.took_part and not unit.reduced)):
                 self._reduce(unit)
         if self._orders_may_differ():
@@ -319,7 +318,7 @@ class Schedule:
                 self._inner.append(unit)
             return
         self._begin_backward()
-        unit.took_part, unit.idle = True, False
+        unit.took_part = True
         if unit.state is WeightState.BACKWARD:
             return
         if self.passes.kept is unit:

@@ -75,7 +75,7 @@ class Unit:
         took_part: Whether the gradient of an output has arrived in this backward.
         reduced: Whether the reduction of this backward's gradients has been issued.
         complete: Whether this backward's gradients are complete.
-        idle: A forward has run the unit, and no backward followed.
+        in_graph: Whether the graph of the backward that runs has a forward of the unit.
         aside: This backward enters the unit at something else than its outputs, and may leave it at any time.
         keeps_weights: Whether the weights stay unsharded from a forward until its backward; by default, the root's do.
         is_offloaded: Whether main weights are in host memory, away from the device of the computation.
@@ -99,7 +99,7 @@ class Unit:
         self.calls_done = 0
         self.unwatched = False
         self.took_part = False
-        self.reduced = self.complete = self.idle = False
+        self.reduced = self.complete = self.in_graph = False
         self.aside = False
         self.keeps_weights, self.is_offloaded = self.is_root, False
         self.held_by: set[Direction] = set()
@@ -142,7 +142,7 @@ class Unit:
     @property
     def awaits_backward(self) -> bool:
         """Whether this rank's gradients of the unit are still to come in this backward, as far as it can tell."""
-        return (self.calls > 0 or self.unwatched) and not (self.complete or self.idle) and self.trainable
+        return self.in_graph and not self.complete and self.trainable
 
     @property
     def label(self) -> str:

@@ -1,5 +1,6 @@
 """Megatron's schedule of two micro-batches at once (overlap_moe_expert_parallel_comm) trains as with Megatron's DDP."""
 
+import gc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import tests.megatron_models as mm
 from megatron.core.distributed.fsdp.src.megatron_fsdp.utils import find_megatron_fsdp
@@ -15,6 +17,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec,
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from tests.megatron_models import FullyShardedDataParallel
+from tests.nccl_recorder import Event, Recorder, assert_alike
 from tests.ranks import RankPool
 
 STRATEGIES = ("optim", "optim_grads", "optim_grads_params")
@@ -134,16 +137,30 @@ def test_trains_as_with_ddp(
     ranks.run(ranks_used, _trains_as_ddp, STRATEGIES, micro_batches, delay, changes)
 
 
-def _buffers(layers: int) -> list[int]:
-    """Train with the double buffer as without it; return how many units use each buffer."""
-    changes = {"num_layers": layers, "moe_layer_freq": [1] * layers}
+def _layers(count: int) -> dict[str, Any]:
+    return {"num_layers": count, "moe_layer_freq": [1] * count}
+
+
+def _buffers(layers: int) -> tuple[list[int], list[float]]:
+    """Train with the double buffer as without it; return how many units use each buffer, and what was computed."""
+    changes = _layers(layers)
     with mm.megatron(expert_model_parallel_size=2), _delaying_weight_gradients(), pytest.MonkeyPatch.context() as patch:
         expected = _train("optim_grads_params", **changes)
         engines: list[Any] = []
         patch.setattr(mm, "FullyShardedDataParallel", _fsdp(engines))
         assert _train("optim_grads_params", fsdp_double_buffer=True, **changes) == expected
         units = engines[0].units[1:]
-        return sorted(Counter(id(unit._slot) for unit in units).values())
+        return sorted(Counter(id(unit._slot) for unit in units).values()), expected
+
+
+def _registered(layers: int, expected: list[list[float]]) -> list[Event]:
+    """Train with registered buffers. Collectives of earlier models have ended: they were of another process group."""
+    with mm.megatron(expert_model_parallel_size=2), Recorder().installed() as recorder:
+        with _delaying_weight_gradients():
+            assert _train("optim_grads_params", nccl_ub=True, **_layers(layers)) == expected[dist.get_rank()]
+        gc.collect()
+        assert {"window", "all_gather", "reduce_scatter"} <= {event.what for event in recorder.events}
+        return recorder.events
 
 
 def _fsdp(engines: list[Any]) -> Callable[..., torch.nn.Module]:
@@ -160,4 +177,6 @@ def _fsdp(engines: list[Any]) -> Callable[..., torch.nn.Module]:
 # With two buffers, the passes need different units of one buffer at the same time.
 @pytest.mark.parametrize(("layers", "expected"), [(6, [1, 1, 2, 2]), (7, [1, 2, 2, 2])])
 def test_two_passes_have_twice_as_many_fixed_buffers(ranks: RankPool, layers: int, expected: list[int]) -> None:
-    assert ranks.run(2, _buffers, layers) == [expected] * 2
+    found = ranks.run(2, _buffers, layers)
+    assert [users for users, _ in found] == [expected] * 2
+    assert_alike(ranks.run(2, _registered, layers, [results for _, results in found]))
