@@ -96,6 +96,13 @@ def test_prints_what_ddp_prints_to_six_digits(folder: Path) -> None:
     assert numbers(ours) == pytest.approx(numbers(ddp), rel=5e-7)
 
 
+@pytest.mark.slow
+def test_ranks_that_initialize_differently_begin_as_with_ddp() -> None:
+    ddp, ours = (train(f"{each} --data-parallel-random-init") for each in (DDP, OURS))
+    assert list(ours.iterations) == list(ddp.iterations) == [1, 2, 3, 4]
+    assert numbers(ours) == pytest.approx(numbers(ddp), rel=5e-7)
+
+
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --expert-model-parallel-size 2"
 TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel --muon-tp-mode"
 
