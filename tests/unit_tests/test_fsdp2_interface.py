@@ -1,4 +1,4 @@
-"""megatron.fsdp.fsdp2 has every name and argument of torch's interface, and docs/fsdp2.md describes them."""
+"""megatron.fsdp.fsdp2 has every name and argument of torch's interface, and docs/reference/fsdp2.md describes them."""
 
 import dataclasses
 import inspect
@@ -21,7 +21,7 @@ def _public(owner: type) -> set[str]:
 
 
 def test_everything_of_torchs_interface_is_there_and_documented() -> None:
-    page = (ROOT / "docs" / "fsdp2.md").read_text()
+    page = (ROOT / "docs" / "reference" / "fsdp2.md").read_text()
     cells = re.findall(r"^\| (`\w+`[^|]*)\|", page, flags=re.MULTILINE)
     rows = {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
     names = _public(torch_fsdp.FSDPModule)
@@ -29,7 +29,7 @@ def test_everything_of_torchs_interface_is_there_and_documented() -> None:
     parameters = inspect.signature(torch_fsdp.fully_shard).parameters
     ours = inspect.signature(fsdp2.fully_shard).parameters
     assert set(parameters) | {"shard_granularity", "replicated_params"} | LATER_ARGUMENTS == set(ours)
-    assert names | set(ours) <= rows, f"docs/fsdp2.md lacks {sorted((names | set(ours)) - rows)}"
+    assert names | set(ours) <= rows, f"docs/reference/fsdp2.md lacks {sorted((names | set(ours)) - rows)}"
     for name in names - {"set_requires_gradient_sync"}:
         theirs, mine = getattr(torch_fsdp.FSDPModule, name), getattr(fsdp2.FSDPModule, name)
         wanted = list(inspect.signature(theirs).parameters)

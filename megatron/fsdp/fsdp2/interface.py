@@ -27,7 +27,7 @@ deleted model frees its memory at once, without waiting for the garbage collecto
 model and attaches the optimizer as :func:`megatron.fsdp.fully_shard_optimizer` does. The optimizer may have been built
 before the model was sharded.
 
-``docs/fsdp2.md`` lists all arguments and methods: those that work, those without effect, and those that raise.
+``docs/reference/fsdp2.md`` lists all arguments and methods: those that work, have no effect, or raise.
 """
 
 import functools
@@ -168,7 +168,7 @@ def _method_without_effect(name: str) -> Callable[..., None]:
     """Create a method that does nothing, for a setting of torch's that this engine does not need."""
 
     def method(self: "FSDPModule", *args: Any, **kwargs: Any) -> None:
-        """No effect; docs/fsdp2.md gives the reason."""
+        """No effect; docs/reference/fsdp2.md gives the reason."""
 
     method.__name__ = name
     return method
@@ -178,7 +178,7 @@ def _unsupported_method(name: str, reason: str) -> Callable[..., NoReturn]:
     """Create a method that raises NotImplementedError with ``reason``."""
 
     def method(self: "FSDPModule", *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise NotImplementedError; docs/fsdp2.md gives the reason."""
+        """Raise NotImplementedError; docs/reference/fsdp2.md gives the reason."""
         raise NotImplementedError(f"{name}: {reason}")
 
     method.__name__ = name

@@ -120,10 +120,8 @@ def run_backward(original: Callable[..., Any], outputs: Sequence[Any], *args: An
             schedule.enter_aside(units)
 
     handles = [node.register_prehook(enter) for node, _ in edges if entered and node is not None]
-    for unit in passed:
-        unit.in_graph = True
     try:
-        with _in_forwards():
+        with _in_forwards(), _in_graph(passed):
             gradients = original(outputs, *args, **kwargs)
         if args[2]:  # create_graph
             _mark_gradients(gradients or (), passed)
@@ -136,8 +134,6 @@ def run_backward(original: Callable[..., Any], outputs: Sequence[Any], *args: An
             schedule.backward_failed()
         raise
     finally:
-        for unit in passed:
-            unit.in_graph = False
         for handle in handles:
             handle.remove()
 
@@ -153,6 +149,18 @@ def _in_forwards() -> Iterator[None]:
     finally:
         for schedule in schedules:
             schedule.end_inner_backward()
+
+
+@contextmanager
+def _in_graph(units: "set[Unit]") -> Iterator[None]:
+    """Context of a backward whose graph has forwards of the units."""
+    for unit in units:
+        unit.in_graph = True
+    try:
+        yield
+    finally:
+        for unit in units:
+            unit.in_graph = False
 
 
 _MODIFIED = (
