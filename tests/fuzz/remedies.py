@@ -229,6 +229,22 @@ REMEDIES = [
         "        if False and are_outdated(",
     ),
     Remedy(
+        "shards that stay follow writes",
+        "buffers/weights.py",
+        "        if self.version not in (None, self.main._version):",
+        "        if False:",
+        {"ranks": (4,), "mesh": ("hsdp",), "outer": (1,)},
+        ("forward", "backward", "accumulate", "write_in_forward"),
+    ),
+    Remedy(
+        "reductions wait for units of the graph",
+        "runtime/unit.py",
+        "        return self.in_graph and not self.complete and self.trainable",
+        "        return False",
+        {"ranks": (2,), "strategy": (2,), "interface": ("own",)},
+        ("forward", "backward", "apart", "optimize"),
+    ),
+    Remedy(
         "earlier .data stays",
         "dtensor/ragged_dtensor.py",
         "        local.data = kept\n",

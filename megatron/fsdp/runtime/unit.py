@@ -217,8 +217,6 @@ class Unit:
     def follow_writes(self) -> None:
         """Unshard again if the forward of another unit has written main weights since the unshard was started."""
         if are_outdated([group.weights for group in self.groups]):
-            for group in self.groups:
-                group.weights.invalidate()
             self.unshard()
 
     @property
