@@ -94,8 +94,8 @@ def test_the_readmes_example_trains_in_a_fresh_environment(wheel: Path, fresh: P
     assert len(losses) == 10 and losses[-1] < losses[0], result.stderr
 
 
-CONVERT = "click, rich not found: run pip install 'megatron-fsdp-engine[convert]'"
-MCORE = "megatron.core, megatron.training, psutil not found: run pip install 'megatron-fsdp-engine[mcore]'"
+CONVERT = "click, rich not found: run pip install '.[convert]' in the checkout"
+MCORE = "megatron.core, megatron.training, psutil not found: run pip install '.[mcore]' in the checkout"
 # What is missing for each command in an environment with torch alone; empty if it prints its help.
 COMMANDS = {
     "megatron-fsdp-inspector --help": CONVERT,
@@ -146,7 +146,7 @@ def test_another_distribution_of_the_import_name_is_found(installed: Path, tmp_p
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.4\nName: megatron-fsdp\nVersion: 0.6.1\n")
     (info / "RECORD").write_text("megatron_fsdp/__init__.py,,\n")
-    remedy = "pip uninstall megatron-fsdp && pip install --force-reinstall --no-deps megatron-fsdp-engine"
+    remedy = "pip uninstall megatron-fsdp && pip install --force-reinstall --no-deps . (in the checkout)"
     assert remedy in _python("import megatron_fsdp", both).stderr
 
     ask = "from megatron.fsdp.helpers.import_name import conflict; print(conflict())"

@@ -33,19 +33,19 @@ BUDGETS = {
     "megatron/fsdp/helpers": 340,
     "megatron/fsdp/init": 385,
     "megatron/fsdp/integrations": 520,
-    "megatron/fsdp/mcore": 2_615,
+    "megatron/fsdp/mcore": 2_620,
     "megatron/fsdp/mcore/cpu": 730,
     "megatron/fsdp/naming": 250,
     "megatron/fsdp/optim": 930,
     "megatron/fsdp/quantized": 305,
     "megatron/fsdp/quantized/reference": 390,
-    "megatron/fsdp/runtime": 2_590,
+    "megatron/fsdp/runtime": 2_600,
     "megatron/fsdp/sharding": 710,
     "megatron/fsdp/state": 585,
     "megatron/fsdp/tools": 3_295,
     "megatron/fsdp/tools/predict": 1_460,
     "megatron_fsdp": 150,
-    "tests": 39_115,
+    "tests": 39_200,
 }
 
 # Phrases, as regular expressions, and the word that people of this field search for.

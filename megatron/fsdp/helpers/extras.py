@@ -18,7 +18,7 @@ def require(extra: str) -> None:
     problem = too_old_for_megatron() if extra == "mcore" else ""
     missing = [name for name in _PACKAGES[extra] if find_spec(name) is None]
     if not problem and missing:
-        problem = f"{', '.join(missing)} not found: run pip install 'megatron-fsdp-engine[{extra}]'"
+        problem = f"{', '.join(missing)} not found: run pip install '.[{extra}]' in the checkout"
     if problem:
         print(f"error: {problem}", file=sys.stderr)
         sys.exit(2)

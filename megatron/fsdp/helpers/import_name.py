@@ -27,7 +27,7 @@ def conflict() -> str | None:
         return (
             f"{THEIRS} {distribution.version} is installed in {ours.parents[1]}, where it and this project overwrite "
             f"each other's files of megatron_fsdp. Run: pip uninstall {THEIRS} && pip install --force-reinstall "
-            "--no-deps megatron-fsdp-engine"
+            "--no-deps . (in the checkout)"
         )
     spec = importlib.util.find_spec("megatron_fsdp")
     if spec is not None and spec.origin is not None and Path(spec.origin).resolve() != ours:

@@ -86,6 +86,8 @@ def load_base_checkpoint(original: Callable[..., Any], load_dir: Any, args: Any,
         RuntimeError: The folder has files of a checkpoint, and none that can be loaded.
     """
     chosen = getattr(args, "ckpt_step", None)
+    if load_dir is not None and uses_fsdp_dtensor(args):
+        _warn_of_saved(as_path(load_dir), args)
     if load_dir is None or chosen or not uses_fsdp_dtensor(args) or _has_tracker(as_path(load_dir)):
         return original(load_dir, args, *rest, **kwargs)
     folder = as_path(load_dir)
@@ -104,6 +106,15 @@ def load_base_checkpoint(original: Callable[..., Any], load_dir: Any, args: Any,
             return state, name, folder.name == RELEASE, kind
     finally:
         args.ckpt_step = chosen
+
+
+def _warn_of_saved(load: Path, args: Any) -> None:
+    """Warn if a run loads one folder again, and saves into another one that has checkpoints. A collective."""
+    save = as_path(args.save) if getattr(args, "save", None) else load
+    if save not in (load, load.parent) and _has_tracker(save):
+        logger.warning(
+            "--save %s has checkpoints, and --load %s is loaded. To continue the former, --load it.", save, load
+        )
 
 
 def checkpoint_name(original: Callable[..., str], checkpoints_path: Any, *rest: Any, **kwargs: Any) -> str:

@@ -445,7 +445,11 @@ class Unit:
         if self._depth and not self.runs_forward():
             schedule.reset()
         self._depth += 1
-        if self._depth > 1 or not schedule.before_forward(self):
+        if self._depth > 1:
+            return None
+        watches = schedule.before_forward(self)
+        self._depth = 1  # also if weights were written and everything was reset
+        if not watches:
             return None
         watched, self._end = watch_inputs(self, args, kwargs)
         if watched is not None:

@@ -126,6 +126,20 @@ def test_newest_complete_checkpoint_without_a_tracker_file(monkeypatch: pytest.M
     assert at_base(monkeypatch, checkpoints, **OURS, ckpt_step=None) == (20, None)
 
 
+def test_a_restart_that_loads_the_first_checkpoint_again_is_told(
+    monkeypatch: pytest.MonkeyPatch, checkpoints: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As when a run of DDP is continued with another --save, and the job is queued again with the same command."""
+    saved = tmp_path / "saved"
+    for save in (None, str(checkpoints), str(saved)):
+        assert at_base(monkeypatch, checkpoints, **OURS, ckpt_step=None, save=save) == (20, None)
+    saved.mkdir()
+    (saved / TRACKER).write_text("30")
+    assert "--save" not in caplog.text
+    assert at_base(monkeypatch, checkpoints, **OURS, ckpt_step=None, save=str(saved)) == (20, None)
+    assert f"--save {saved} has checkpoints, and --load {checkpoints} is loaded. To continue the former" in caplog.text
+
+
 def test_empty_folder_is_a_first_start(monkeypatch: pytest.MonkeyPatch, checkpoints: Path, tmp_path: Path) -> None:
     assert at_base(monkeypatch, tmp_path / "nothing", **OURS, ckpt_step=None) == (None, None)
     for iteration in (10, 20):
