@@ -29,9 +29,9 @@ BUDGETS = {
     "megatron/fsdp/comm": 1_075,
     "megatron/fsdp/convert": 3_960,
     "megatron/fsdp/dtensor": 1_085,
-    "megatron/fsdp/fsdp2": 645,
+    "megatron/fsdp/fsdp2": 655,
     "megatron/fsdp/helpers": 340,
-    "megatron/fsdp/init": 385,
+    "megatron/fsdp/init": 400,
     "megatron/fsdp/integrations": 520,
     "megatron/fsdp/mcore": 2_620,
     "megatron/fsdp/mcore/cpu": 730,
@@ -45,7 +45,7 @@ BUDGETS = {
     "megatron/fsdp/tools": 3_295,
     "megatron/fsdp/tools/predict": 1_460,
     "megatron_fsdp": 150,
-    "tests": 39_200,
+    "tests": 39_230,
 }
 
 # Phrases, as regular expressions, and the word that people of this field search for.

@@ -30,6 +30,7 @@ before the model was sharded.
 ``docs/reference/fsdp2.md`` lists all arguments and methods: those that work, have no effect, or raise.
 """
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,6 +42,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
+from torch.distributed.utils import _apply_to_tensors
 from torch.torch_version import TorchVersion
 from torch.utils._pytree import tree_map
 
@@ -62,6 +64,7 @@ from megatron.fsdp.fsdp2.marked import (
     set_mark,
     shard_if_pending,
 )
+from megatron.fsdp.init.materialize import initialized_by_caller, without_values
 from megatron.fsdp.runtime.structure import reject_conversion
 from megatron.fsdp.runtime.unit import Unit, WeightState
 from megatron.fsdp.sharding.layout import parse_granularity
@@ -116,6 +119,11 @@ class DataParallelMeshDims:
 
 def _before_forward(module: "FSDPModule", args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Shard the model if it is not sharded yet. Cast the forward's inputs, and move those of the outermost module."""
+    if is_pending(module) and (lacking := without_values(module)):
+        raise RuntimeError(
+            f"The model is on the meta device and has no values: {lacking[0]}. Call model.to_empty(device=...) and "
+            "initialize it or load a state dict, or build it with megatron.fsdp.deferred_init."
+        )
     model, dtype, device = model_of(module), mark_of(module).input_dtype, None
     if owned_model(module) is model:
         model.before_forward()
@@ -131,14 +139,13 @@ def _after_forward(module: "FSDPModule", output: Any) -> Any:
 def _cast(value: Any, dtype: torch.dtype | None, device: torch.device | None = None) -> Any:
     """Cast floating-point tensors in nested containers to ``dtype``, and move all tensors to ``device``."""
 
-    def convert(item: Any) -> Any:
-        if isinstance(item, torch.Tensor) and device is not None:
+    def convert(item: torch.Tensor) -> torch.Tensor:
+        if device is not None:
             item = item.to(device)
-        if isinstance(item, torch.Tensor) and dtype is not None and item.is_floating_point():
-            item = item.to(dtype)
-        return item
+        return item.to(dtype) if dtype is not None and item.is_floating_point() else item
 
-    return tree_map(convert, value)
+    # torch's function enters dataclasses, and tree_map classes that are registered with it.
+    return tree_map(functools.partial(_apply_to_tensors, convert), value)
 
 
 class MarkedTwice(ValueError, AssertionError):
@@ -232,7 +239,9 @@ class FSDPModule(MarkedModule):
             p.is_meta for m in self.modules() for p in m._parameters.values() if p is not None
         ):
             return super()._apply(fn, recurse)
-        reject_conversion((param.main for param in model_of(self).engine.params()), fn)
+        with initialized_by_caller(self):
+            model = model_of(self)
+        reject_conversion((param.main for param in model.engine.params()), fn)
         for module in self.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:
@@ -266,7 +275,8 @@ class FSDPModule(MarkedModule):
             ValueError: A shape differs.
             NotImplementedError: This is a submodule of a sharded model.
         """
-        model = model_of(self)
+        with initialized_by_caller(self) if strict else contextlib.nullcontext():
+            model = model_of(self)
         if owned_model(self) is not model:
             raise NotImplementedError("load_state_dict of a submodule of a sharded model: load into the whole model.")
         return load(model.engine, self, "", state_dict, strict)

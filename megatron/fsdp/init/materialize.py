@@ -45,15 +45,39 @@ def check_can_materialize(module: nn.Module) -> None:
         ValueError: A module cannot. The message names it.
     """
     for name, part in module.named_modules():
-        own = [*part._parameters.items(), *part._buffers.items()]
-        missing = [key for key, tensor in own if tensor is not None and tensor.device.type == "meta"]
-        if reset_method(part) is None and not set(missing) <= set(_recorded(part)):
+        missing = _missing(part)
+        if reset_method(part) is None and missing:
             where = name or "the model itself"
             raise ValueError(
                 f"init_model_with_meta_device: {where} ({type(part).__name__}) has {', '.join(missing)} on the meta "
                 f"device and no method {' or '.join(RESET_METHODS)} to initialize it. Add one to its class, or build "
                 "the model with megatron.fsdp.deferred_init."
             )
+
+
+def _missing(part: nn.Module) -> list[str]:
+    """Names of a module's own tensors on the meta device, unless a recording has values for all of them."""
+    own = [*part._parameters.items(), *part._buffers.items()]
+    missing = [key for key, tensor in own if tensor is not None and tensor.device.type == "meta"]
+    return [] if set(missing) <= set(_recorded(part)) else missing
+
+
+def without_values(module: nn.Module) -> list[str]:
+    """Names of tensors on the meta device of which there is no recording."""
+    return [f"{name}.{key}".strip(".") for name, part in module.named_modules() for key in _missing(part)]
+
+
+@contextmanager
+def initialized_by_caller(module: nn.Module) -> Iterator[None]:
+    """Context in which modules that have no method to initialize them are left for the caller to initialize."""
+    lacking = [part for part in module.modules() if reset_method(part) is None and _missing(part)]
+    for part in lacking:
+        part.__dict__[RESET_METHODS[0]] = lambda: None
+    try:
+        yield
+    finally:
+        for part in lacking:
+            del part.__dict__[RESET_METHODS[0]]
 
 
 def materialize_buffers(module: nn.Module, device: torch.device) -> list[nn.Module]:
