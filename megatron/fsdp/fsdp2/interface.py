@@ -30,7 +30,6 @@ before the model was sharded.
 ``docs/reference/fsdp2.md`` lists all arguments and methods: those that work, have no effect, or raise.
 """
 
-import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -64,7 +63,7 @@ from megatron.fsdp.fsdp2.marked import (
     set_mark,
     shard_if_pending,
 )
-from megatron.fsdp.init.materialize import initialized_by_caller, without_values
+from megatron.fsdp.init.materialize import check_has_values, initialized_by_caller
 from megatron.fsdp.runtime.structure import reject_conversion
 from megatron.fsdp.runtime.unit import Unit, WeightState
 from megatron.fsdp.sharding.layout import parse_granularity
@@ -119,11 +118,8 @@ class DataParallelMeshDims:
 
 def _before_forward(module: "FSDPModule", args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Shard the model if it is not sharded yet. Cast the forward's inputs, and move those of the outermost module."""
-    if is_pending(module) and (lacking := without_values(module)):
-        raise RuntimeError(
-            f"The model is on the meta device and has no values: {lacking[0]}. Call model.to_empty(device=...) and "
-            "initialize it or load a state dict, or build it with megatron.fsdp.deferred_init."
-        )
+    if is_pending(module):
+        check_has_values(module)
     model, dtype, device = model_of(module), mark_of(module).input_dtype, None
     if owned_model(module) is model:
         model.before_forward()
@@ -275,7 +271,7 @@ class FSDPModule(MarkedModule):
             ValueError: A shape differs.
             NotImplementedError: This is a submodule of a sharded model.
         """
-        with initialized_by_caller(self) if strict else contextlib.nullcontext():
+        with initialized_by_caller(self):
             model = model_of(self)
         if owned_model(self) is not model:
             raise NotImplementedError("load_state_dict of a submodule of a sharded model: load into the whole model.")
@@ -395,9 +391,7 @@ class FSDPModule(MarkedModule):
 
     def set_modules_to_forward_prefetch(self, modules: Sequence["FSDPModule"]) -> None:
         """No effect: the engine records the order in which modules run, and prefetches in that order."""
-        for module in modules:
-            if not isinstance(module, FSDPModule):
-                raise ValueError(f"Expected modules that fully_shard was called on; got {type(module).__name__}.")
+        share_comm_ctx(modules)
 
     set_modules_to_backward_prefetch = set_modules_to_forward_prefetch
     set_reshard_after_backward = _method_without_effect("set_reshard_after_backward")

@@ -62,9 +62,15 @@ def _missing(part: nn.Module) -> list[str]:
     return [] if set(missing) <= set(_recorded(part)) else missing
 
 
-def without_values(module: nn.Module) -> list[str]:
-    """Names of tensors on the meta device of which there is no recording."""
-    return [f"{name}.{key}".strip(".") for name, part in module.named_modules() for key in _missing(part)]
+def check_has_values(module: nn.Module) -> None:
+    """Raise RuntimeError if tensors are on the meta device, and there is no recording of their values."""
+    for name, part in module.named_modules():
+        if missing := _missing(part):
+            raise RuntimeError(
+                f"The model is on the meta device and has no values: {f'{name}.{missing[0]}'.strip('.')}. Call "
+                "model.to_empty(device=...) and initialize it or load a state dict, or build it with "
+                "megatron.fsdp.deferred_init."
+            )
 
 
 @contextmanager
