@@ -487,48 +487,6 @@ def test_resharding_to_a_number_of_ranks_that_skip_units(ranks: RankPool, write:
     ranks.run(4, _skipping, 2, write, recomputes)
 
 
-@dataclass
-class Value:
-    x: torch.Tensor
-
-
-class Scale(nn.Module):
-    """It takes and returns a dataclass, and has no ``reset_parameters``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(4))
-
-    def forward(self, value: Value) -> Value:
-        assert value.x.dtype is self.weight.dtype is torch.bfloat16
-        return Value(value.x * self.weight)
-
-
-def _initialized_by_the_caller(by: str) -> None:
-    with torch.device("meta"):
-        model = nn.Sequential(Scale(), Scale())
-    policy = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float64)
-    for module in [*model, model]:
-        fsdp2.fully_shard(module, mp_policy=policy)
-    data = Value(torch.ones(2, 4, device=device()))
-    with pytest.raises(RuntimeError, match=r"has no values: 0.weight. Call model.to_empty\(device=...\)"):
-        model(data)
-    if by == "load":
-        model.load_state_dict({"0.weight": torch.full((4,), 2.0), "1.weight": torch.full((4,), 2.0)})
-    else:
-        model.to_empty(device=device())
-        for parameter in model.parameters():
-            nn.init.constant_(parameter, 2.0)
-    assert not any(hasattr(module, "reset_parameters") for module in model)
-    result = model(data).x
-    assert result.dtype is torch.float64 and (result == 4).all()
-
-
-@pytest.mark.parametrize("by", ["load", "init"])
-def test_the_caller_initializes_modules_without_a_method_for_it(ranks: RankPool, by: str) -> None:
-    ranks.run(2, _initialized_by_the_caller, by)
-
-
 class Ordered(nn.Module):
     """Layers of one size, in an order that may change. Nothing tells when the backward of the first one ends."""
 

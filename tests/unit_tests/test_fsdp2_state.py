@@ -3,6 +3,7 @@
 import copy
 import gc
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -229,6 +230,48 @@ def _meta_device() -> None:
 
 def test_meta_device(ranks: RankPool) -> None:
     ranks.run(2, _meta_device)
+
+
+@dataclass
+class Value:
+    x: torch.Tensor
+
+
+class Scale(nn.Module):
+    """It takes and returns a dataclass, and has no ``reset_parameters``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4))
+
+    def forward(self, value: Value) -> Value:
+        assert value.x.dtype is self.weight.dtype is torch.bfloat16
+        return Value(value.x * self.weight)
+
+
+def _initialized_by_the_caller(by: str) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(Scale(), Scale())
+    policy = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float64)
+    for module in [*model, model]:
+        fsdp2.fully_shard(module, mp_policy=policy)
+    data = Value(torch.ones(2, 4, device=device()))
+    with pytest.raises(RuntimeError, match=r"has no values: 0.weight. Call model.to_empty\(device=...\)"):
+        model(data)
+    if by == "load":
+        model.load_state_dict({"0.weight": torch.full((4,), 2.0), "1.weight": torch.full((4,), 2.0)})
+    else:
+        model.to_empty(device=device())
+        for parameter in model.parameters():
+            nn.init.constant_(parameter, 2.0)
+    assert not any(hasattr(module, "reset_parameters") for module in model)
+    result = model(data).x
+    assert result.dtype is torch.float64 and (result == 4).all()
+
+
+@pytest.mark.parametrize("by", ["load", "init"])
+def test_the_caller_initializes_modules_without_a_method_for_it(ranks: RankPool, by: str) -> None:
+    ranks.run(2, _initialized_by_the_caller, by)
 
 
 # Errors ---------------------------------------------------------------------------------------------------------------
