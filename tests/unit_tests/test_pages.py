@@ -167,10 +167,9 @@ def test_figures_of_the_readme_are_those_of_the_page_with_their_source() -> None
     _, fsdp2, nvidia = _row("performance.md", "64")
     peak = _row("../README.md", "peak memory of a step, one of 64 simulated ranks, relative")
     assert peak == pytest.approx([1, 1 / fsdp2, 1 / nvidia], abs=0.005)
-    steps = [_row("performance.md", "bf16", tokens) for tokens in ("32", "256", "1,024")]
-    times = [[1 / row[column] for row in steps] for column in (0, 1)]
-    expected = [1.0, *(limit(peer) for peer in times for limit in (min, max))]
-    assert _row("../README.md", "step time on a CPU, 2 ranks, bf16, relative") == pytest.approx(expected, abs=0.05)
+    ours, *peers = _row("performance.md", "1.1 billion parameters, one rank: step, ms")
+    found = _row("../README.md", "step time on one H200, one rank, 1.1 billion parameters, one round, relative")
+    assert found == pytest.approx([1, *(peer / ours for peer in peers)], abs=0.005)
 
 
 def test_unrun_code_stands_where_it_says_so() -> None:

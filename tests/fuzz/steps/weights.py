@@ -15,7 +15,7 @@ WRITES = ("zero_", "copy_", "data_mul_", "data", "init", "foreach", "to_local", 
 
 @step(6, how=WRITES, what=PARTS)
 def write(side: Side, how: str, what: str) -> None:
-    if how == "init" and what == "all" and side.setting.precision != "fp64":
+    if how == "init" and what == "all":
         what = "block"  # a model of equal weights has activations without variance, and norms of nothing but rounding
     parameters = side.old if how == "old" else side.parameters(what)
     # Writes to a local tensor of a shard count as writes through .data, which autograd does not see. Of torch's own
