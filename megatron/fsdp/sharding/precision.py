@@ -73,8 +73,10 @@ class MixedPrecisionPolicy:
         """
         if given not in _WIDTH:
             expected = ", ".join(str(d) for d in _WIDTH)
-            hint = "" if given.is_floating_point else " Make it a buffer if it is not trained."
-            raise ValueError(f"Parameter {name}: expected one of the dtypes {expected}; got {given}.{hint}")
+            raise ValueError(
+                f"Parameter {name}: expected one of the dtypes {expected}; got {given}. If it is not trained, give it as "
+                "ignored_params, or make it a buffer."
+            )
         compute = self.compute_dtype or given
         main_params = self.main_params_dtype or given
         if _WIDTH[main_params] < _WIDTH[given]:
