@@ -74,8 +74,8 @@ class MixedPrecisionPolicy:
         if given not in _WIDTH:
             expected = ", ".join(str(d) for d in _WIDTH)
             raise ValueError(
-                f"Parameter {name}: expected one of the dtypes {expected}; got {given}. If it is not trained, give it as "
-                "ignored_params, or make it a buffer."
+                f"Parameter {name}: expected one of the dtypes {expected}; got {given}. If it is not trained, give it "
+                "as ignored_params, or make it a buffer."
             )
         compute = self.compute_dtype or given
         main_params = self.main_params_dtype or given
