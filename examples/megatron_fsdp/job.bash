@@ -8,6 +8,7 @@ if [[ -n ${DRY_RUN:-} ]]; then
   printf '%s\n' "$((NODES * GPUS))" "$SCRIPT" "${ARGUMENTS[@]}"
   exit
 fi
+[[ ${CONTAINER_IMAGE:-} != /* ]] || FILES+=("$CONTAINER_IMAGE") # others are in a registry
 for FILE in "$SCRIPT" "${FILES[@]}"; do
   [[ -e $FILE ]] || { echo "$NAME: expected $FILE; it does not exist" >&2 && exit 2; }
 done

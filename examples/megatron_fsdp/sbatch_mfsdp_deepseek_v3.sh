@@ -119,6 +119,7 @@ export NCCL_P2P_NET_CHUNKSIZE=${NCCL_P2P_NET_CHUNKSIZE:-2097152}
 [[ $PROFILE != 1 || -n ${DRY_RUN:-} ]] || mkdir -p "$OUTPUT_PATH/nsys"
 LOGS=$OUTPUT_PATH/slurm_logs SAVE=$OUTPUT_PATH/checkpoints RENDEZVOUS=() THEN=() FILES=() SBATCH=(--gpus-per-node "$GPUS")
 [[ $DATA_PATH != /* || $DATA_PATH == *" "* ]] || FILES+=("$DATA_PATH.bin" "$DATA_PATH.idx")
+[[ ${TOKENIZER:-} != /* || -n $CONTAINER_IMAGE ]] || FILES+=("$TOKENIZER") # a container has its own paths
 CONTAINER=()
 [[ -z $CONTAINER_IMAGE ]] || CONTAINER=(
   --container-image "$CONTAINER_IMAGE" --container-mounts "$CONTAINER_MOUNTS" --container-workdir "$MEGATRON_PATH"

@@ -95,6 +95,8 @@ if [[ -z ${DRY_RUN:-} ]]; then
 fi
 NAME=$(basename "$CHECKPOINTS") LOGS=$CHECKPOINTS/logs SAVE=$CHECKPOINTS SCRIPT=$(dirname "$(dirname "$HERE")")/pretrain_gpt.py
 ENTRY=() FILES=() THEN=() CONTAINER=() SBATCH=()
+[[ $DATA != /* || $DATA == *" "* ]] || FILES+=("$DATA.bin" "$DATA.idx")
+[[ $TOKENIZER != /* ]] || FILES+=("$TOKENIZER")
 RENDEZVOUS=(--nnodes "$NODES" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT")
 # shellcheck source=job.bash
 source "$HERE/job.bash"

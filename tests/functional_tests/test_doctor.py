@@ -373,13 +373,21 @@ def test_the_exit_code_of_a_job_says_how_it_ended(
     assert "--job-name out-" in options and "--requeue --signal TERM@600 --open-mode append" in options
 
 
-def test_missing_files_are_reported_before_the_job_is_queued(tmp_path: Path) -> None:
-    script = ROOT / "examples" / "megatron_fsdp" / LLAMA3_70B
-    variables = {"OUT": str(tmp_path / "out"), "DATA": "/data/corpus", "TOKENIZER": str(tmp_path)}
-    run = subprocess.run(
-        ["bash", script], env=cluster(tmp_path, **variables), capture_output=True, text=True, timeout=60
-    )
-    assert run.returncode == 2 and run.stderr == "out: expected /data/corpus.bin; it does not exist\n"
+@pytest.mark.parametrize(
+    ("name", "missing", "variables"),
+    [
+        (LLAMA3_70B, "/data/corpus.bin", {"DATA": "/data/corpus", "TOKENIZER": "/"}),
+        (DEEPSEEK_V3, "/data/v3", {"TOKENIZER": "/data/v3"}),
+        (DEEPSEEK_V3, "/images/x.sqsh", {"TOKENIZER": "/data/v3", "CONTAINER_IMAGE": "/images/x.sqsh"}),
+    ],
+)
+def test_missing_files_are_reported_before_the_job_is_queued(
+    name: str, missing: str, variables: dict[str, str], tmp_path: Path
+) -> None:
+    script, out = ROOT / "examples" / "megatron_fsdp" / name, str(tmp_path / "out")
+    env = cluster(tmp_path, OUT=out, OUTPUT_PATH=out, **variables)
+    run = subprocess.run(["bash", script], env=env, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 2 and run.stderr.endswith(f": expected {missing}; it does not exist\n"), run.stderr
     assert not (tmp_path / "options").exists()
 
 
@@ -388,10 +396,11 @@ def test_submitted_jobs_run_the_printed_command(name: str, tmp_path: Path) -> No
     megatron = tmp_path / "Megatron-LM"
     megatron.mkdir()
     (megatron / "pretrain_gpt.py").touch()
+    (tmp_path / "a b.sqsh").touch()
     (tmp_path / "iter_1").mkdir()
     variables = {
         "MEGATRON_PATH": str(megatron),
-        "CONTAINER_IMAGE": "/images/a b.sqsh",
+        "CONTAINER_IMAGE": str(tmp_path / "a b.sqsh"),
         "OUTPUT_PATH": str(tmp_path / "out"),
         "CHECKPOINT": str(tmp_path / "iter_1"),
         "OUT": "/new/iter_1",
