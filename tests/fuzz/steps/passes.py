@@ -208,10 +208,12 @@ def gradients_of(side: Side, what: str) -> Any:
 @step(3, kind=("pow", "norm", "columns", "abs", "full"), what=(*PARTS, "old"), alone=(False, False, True))
 def regularized(side: Side, kind: str, what: str, alone: bool) -> Any:
     """A loss with a penalty on weights."""
+    tp = side.setting.mesh == "tp"
     measures: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "pow": lambda p: p.pow(2).sum(),
         "norm": lambda p: p.norm(),
-        "columns": lambda p: torch.linalg.vector_norm(p, dim=0).sum() if p.dim() else p.norm(),
+        # Plain torch adds norms of tensor-parallel shards.
+        "columns": lambda p: torch.linalg.vector_norm(p, dim=0).sum() if p.dim() and not tp else p.norm(),
         "abs": lambda p: p.abs().mean(),
         "full": lambda p: full(p).pow(3).sum(),
     }
