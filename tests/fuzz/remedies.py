@@ -231,7 +231,7 @@ REMEDIES = [
     Remedy(
         "shards that stay follow writes",
         "buffers/weights.py",
-        "        if self.version not in (None, self.main._version):",
+        "        if are_outdated([self]):",
         "        if False:",
         {"ranks": (4,), "mesh": ("hsdp",), "outer": (1,)},
         ("forward", "backward", "accumulate", "write_in_forward"),

@@ -262,6 +262,7 @@ def _initialized_by_the_caller(by: str) -> None:
         model.load_state_dict({"0.weight": torch.full((4,), 2.0), "1.weight": torch.full((4,), 2.0)})
     else:
         model.to_empty(device=device())
+        assert all(weight.isnan().all() for weight in full_weights(model).values())
         for parameter in model.parameters():
             nn.init.constant_(parameter, 2.0)
     assert not any(hasattr(module, "reset_parameters") for module in model)

@@ -260,7 +260,7 @@ class WeightBuffer:
 
     def unshard(self, planes: PlaneSet = PlaneSet.ALL) -> Handle | None:
         """Start to unshard compute weights; None if they are up to date or their unshard was started."""
-        if self.version not in (None, self.main._version):  # shards that stay in memory are of the old ones
+        if are_outdated([self]):  # shards that stay in memory are of the old ones
             self.invalidate()
         started = [plane for each in self.unsharding.values() for plane in each]
         wanted = [p for p in self.planes if not p.is_current and p not in started and planes.includes(p)]

@@ -63,7 +63,7 @@ from megatron.fsdp.fsdp2.marked import (
     set_mark,
     shard_if_pending,
 )
-from megatron.fsdp.init.materialize import check_has_values, initialized_by_caller
+from megatron.fsdp.init.materialize import initialized_by_caller
 from megatron.fsdp.runtime.structure import reject_conversion
 from megatron.fsdp.runtime.unit import Unit, WeightState
 from megatron.fsdp.sharding.layout import parse_granularity
@@ -118,9 +118,7 @@ class DataParallelMeshDims:
 
 def _before_forward(module: "FSDPModule", args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Shard the model if it is not sharded yet. Cast the forward's inputs, and move those of the outermost module."""
-    if is_pending(module):
-        check_has_values(module)
-    model, dtype, device = model_of(module), mark_of(module).input_dtype, None
+    model, dtype, device = model_of(module, computes=True), mark_of(module).input_dtype, None
     if owned_model(module) is model:
         model.before_forward()
         device = None if is_on_host(model.engine.device) else model.engine.device

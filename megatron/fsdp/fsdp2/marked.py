@@ -26,6 +26,7 @@ from megatron.fsdp.comm.backends import compute_device, local_device
 from megatron.fsdp.comm.streams import communication_stream
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
+from megatron.fsdp.init.materialize import check_has_values
 from megatron.fsdp.optim.hooks import attach_at_first_use, attach_if_needed, watch_steps
 from megatron.fsdp.runtime.agreement import as_text, checksum, difference, receive
 from megatron.fsdp.runtime.builder import UnitSettings, build_engine, make_blueprint
@@ -248,24 +249,32 @@ def _settings_of(part: UnitPart) -> UnitSettings:
     return UnitSettings(mark.policy, mark.shard_granularity, *kept, mark.divisor)
 
 
-def model_of(module: MarkedModule) -> InPlaceModel:
+def model_of(module: MarkedModule, computes: bool = False) -> InPlaceModel:
     """Return the model that the module belongs to. Shard it if it is not sharded yet.
 
+    Args:
+        module: The module.
+        computes: Whether a forward follows.
+
     Raises:
-        RuntimeError: The model has been deleted, and this module inside it has survived.
+        RuntimeError: The model has been deleted, and this module inside it has survived; or a forward follows, and the
+            model is on the meta device.
     """
-    shard_if_pending(module)
+    shard_if_pending(module, computes)
     model = mark_of(module).model()
     if model is None:
         raise RuntimeError("The model that this module was sharded with has been deleted, and its weights with it.")
     return model
 
 
-def shard_if_pending(module: MarkedModule) -> None:
-    """Shard the outermost marked module around ``module``, unless that is done or in progress."""
+def shard_if_pending(module: MarkedModule, computes: bool = False) -> None:
+    """Shard the outermost marked module around ``module``, unless that is done or in progress; see :func:`model_of`."""
     if module in _pending:
         around = [m for m in _pending if any(inner is module for inner in m.modules())]
-        _shard(max(around, key=lambda m: sum(1 for _ in m.modules())))
+        outermost = max(around, key=lambda m: sum(1 for _ in m.modules()))
+        if computes:
+            check_has_values(outermost)
+        _shard(outermost)
 
 
 @torch.inference_mode(False)  # the first forward may be an evaluation, whose tensors could not be trained later

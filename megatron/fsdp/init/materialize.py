@@ -4,6 +4,7 @@ A module's tensors are initialized from the recording of :func:`megatron.fsdp.in
 one, and otherwise by the module's ``reset_parameters`` method.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -75,15 +76,21 @@ def check_has_values(module: nn.Module) -> None:
 
 @contextmanager
 def initialized_by_caller(module: nn.Module) -> Iterator[None]:
-    """Context in which modules that have no method to initialize them are left for the caller to initialize."""
+    """Context in which modules that have no method to initialize them get NaN, for the caller to replace."""
     lacking = [part for part in module.modules() if reset_method(part) is None and _missing(part)]
     for part in lacking:
-        part.__dict__[RESET_METHODS[0]] = lambda: None
+        part.__dict__[RESET_METHODS[0]] = functools.partial(_fill_with_nan, part)
     try:
         yield
     finally:
         for part in lacking:
             del part.__dict__[RESET_METHODS[0]]
+
+
+def _fill_with_nan(module: nn.Module) -> None:
+    for parameter in module._parameters.values():
+        if parameter is not None and parameter.is_floating_point():
+            parameter.fill_(float("nan"))
 
 
 def materialize_buffers(module: nn.Module, device: torch.device) -> list[nn.Module]:

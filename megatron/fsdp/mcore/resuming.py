@@ -86,11 +86,12 @@ def load_base_checkpoint(original: Callable[..., Any], load_dir: Any, args: Any,
         RuntimeError: The folder has files of a checkpoint, and none that can be loaded.
     """
     chosen = getattr(args, "ckpt_step", None)
-    if load_dir is not None and uses_fsdp_dtensor(args):
-        _warn_of_saved(as_path(load_dir), args)
-    if load_dir is None or chosen or not uses_fsdp_dtensor(args) or _has_tracker(as_path(load_dir)):
+    if load_dir is None or not uses_fsdp_dtensor(args):
         return original(load_dir, args, *rest, **kwargs)
     folder = as_path(load_dir)
+    _warn_of_saved(folder, args)
+    if chosen or _has_tracker(folder):
+        return original(load_dir, args, *rest, **kwargs)
     found = _untracked(folder)
     itself = found is None and _is_checkpoint(folder)
     if found is None and not itself:

@@ -201,6 +201,7 @@ class Plans:
         self.orders_differ = self.unusual = self._has_warned = False
         self._attempts = 0
         self._known: dict[tuple[bool, ...], Plan] = {}
+        self._gathered = {unit.index for unit in units if unit.temporary or unit.is_directional}
 
     def _backward(self, requested: list[Op]) -> Plan:
         return Plan(requested, self._distance, Direction.BACKWARD)
@@ -322,8 +323,10 @@ class Plans:
             found = each if unit.complete else found
         return found
 
-    def _is_known(self) -> bool:
-        return not (self.recording or self.orders_differ)
+    @property
+    def may_differ(self) -> bool:
+        """Whether ranks may run units in orders that are not this plan's."""
+        return self.recording or self.orders_differ
 
     def check_stray(self, op: Op, plan: Plan) -> None:
         """Warn once of an operation that did not lie ahead in its plan, and let the ranks compare what they issue.
@@ -332,7 +335,7 @@ class Plans:
             RuntimeError: Ranks are known to run units in different orders, and the operation gathers weights.
         """
         unit, gathers = self._units[op.unit_index], op.kind is not OpKind.REDUCE
-        JOURNAL.doubted |= self._is_known() and (not gathers or unit.state is WeightState.SHARDED)
+        JOURNAL.doubted |= not self.may_differ and (not gathers or unit.state is WeightState.SHARDED)
         # The root is first in every pass of every rank.
         if unit.is_root or (gathers and not unit.temporary):
             return
@@ -340,14 +343,14 @@ class Plans:
             raise RuntimeError(ORDERS_DIFFER.format(unit.label))
         # Backwards from the inside of a unit and of recomputed units have orders of their own.
         usual = plan is self.forward or not (gathers or self.unusual)
-        if usual and self._is_known() and not self._has_warned:
+        if usual and not (self.may_differ or self._has_warned):
             self._has_warned = True
             logger.warning(REORDERED, unit.label)
 
     def gathers(self) -> bool:
         """Whether the backward gathers weights."""
-        gathered = {op.unit_index for op in self.backward.requested if op.kind is not OpKind.REDUCE}
-        return any(self._units[index].temporary or self._units[index].is_directional for index in gathered)
+        requested = self.backward.requested
+        return any([op.kind is not OpKind.REDUCE and op.unit_index in self._gathered for op in requested])
 
     def next_forward_units(self) -> list[Unit]:
         """The units that the next forward will unshard, in order."""

@@ -487,7 +487,7 @@ class Schedule:
 
     def _orders_may_differ(self) -> bool:
         """Whether a request that does not lie ahead may be one of this rank alone."""
-        return (self.plans.recording or self.plans.orders_differ) and not self.in_callers_forward
+        return self.plans.may_differ and not self.in_callers_forward
 
     def _reduce_late(self) -> None:
         """Reduce what ranks have reduced out of the plan's order, in one order. A collective."""
