@@ -245,6 +245,22 @@ REMEDIES = [
         ("forward", "backward", "apart", "optimize"),
     ),
     Remedy(
+        "unshards wait for their buffer",
+        "runtime/plan.py",
+        " and self._units[unshard.unit_index].slot not in slots",
+        "",
+        {"units": ("fine",), "double_buffer": (True,), "strategy": (3,)},
+        ("apart", "backward", "forward"),
+    ),
+    Remedy(
+        "gathered again where others gather again",
+        "runtime/schedule.py",
+        "        in_use = op.kind is OpKind.UNSHARD and unit.state is WeightState.BACKWARD and plan.repeats",
+        "        in_use = False",
+        {"ranks": (2,), "strategy": (3,)},
+        ("both_models", "apart", "backward"),
+    ),
+    Remedy(
         "earlier .data stays",
         "dtensor/ragged_dtensor.py",
         "        local.data = kept\n",

@@ -54,21 +54,23 @@ class Plan:
 
     Args:
         requested: The operations in the order in which the computation requests them.
-        distance: How many reductions an unshard may overtake.
-        direction: Of the pass.
+        order: Indices into ``requested`` in the order in which to issue them. None: that of ``requested``.
 
     Attributes:
         requested: The operations.
+        direction: That of the pass. Only a backward issues operations in another order than they are requested in.
         order: Indices into ``requested`` in the order in which operations are issued.
+        repeated: Indices of operations that ``requested`` has earlier, too. Their unit is gathered again on every rank.
         issued: How many operations of ``order`` have been issued.
         done: How many operations of ``requested`` the computation has passed.
         recorded: The operations that this rank's computation has requested in this pass, in order.
     """
 
-    def __init__(self, requested: list[Op], distance: int, direction: Direction = Direction.FORWARD) -> None:
+    def __init__(self, requested: list[Op], order: list[int] | None = None) -> None:
         self.requested = requested
-        self.direction = direction
-        self.order = hoist_unshards(requested, distance)
+        self.direction = Direction.FORWARD if order is None else Direction.BACKWARD
+        self.order = order or list(range(len(requested)))
+        self.repeated = {index for index, op in enumerate(requested) if requested.index(op) < index}
         self._position = {index: position for position, index in enumerate(self.order)}
         self.issued = 0
         self.done = 0
@@ -112,13 +114,18 @@ class Plan:
         """The next operation to issue."""
         return self.requested[self.order[self.issued]] if self.issued < len(self.order) else None
 
+    @property
+    def repeats(self) -> bool:
+        """Whether the next operation to issue is one of :attr:`repeated`."""
+        return self.order[self.issued] in self.repeated
+
     def is_issued(self, index: int) -> bool:
         """Whether the operation at ``index`` in ``requested`` has been issued."""
         return self._position[index] < self.issued
 
 
-def hoist_unshards(requested: list[Op], distance: int) -> list[int]:
-    """Return the order in which to issue operations: every unshard overtakes up to ``distance`` reductions.
+def hoist_unshards(requested: list[Op], distance: int, may_overtake: Callable[[Op, Op], bool]) -> list[int]:
+    """Return the order in which to issue operations: every unshard overtakes up to ``distance`` reductions, if it may.
 
     A backward requests: unshard 3, reduce 3, unshard 2, reduce 2, unshard 1, reduce 1. With a distance of 1 it issues:
     unshard 3, unshard 2, reduce 3, unshard 1, reduce 2, reduce 1. Unit 2 is therefore unsharded while unit 3 computes.
@@ -130,7 +137,7 @@ def hoist_unshards(requested: list[Op], distance: int) -> list[int]:
     for index, op in enumerate(requested):
         position, crossed = len(order), 0
         if op.kind is not OpKind.REDUCE:
-            while position and requested[order[position - 1]].kind is OpKind.REDUCE and crossed < distance:
+            while position and crossed < distance and may_overtake(op, requested[order[position - 1]]):
                 position -= 1
                 crossed += 1
         order.insert(position, index)
@@ -194,8 +201,13 @@ class Plans:
     def __init__(self, units: list[Unit], distance: int, exchange: Callable[[list[int]], list[list[int]]]) -> None:
         self._units = units
         self._distance = distance
+        # Of each unit and of those around it. A unit comes after the one around it.
+        self._slots = {0: [units[0].slot] if units[0].slot else []}
+        for unit in units:
+            slots = self._slots[unit.index]
+            self._slots |= {child.index: [*slots, child.slot] if child.slot else slots for child in unit.children}
         self.exchange = exchange
-        self.forward = Plan([Op(OpKind.UNSHARD, unit.index) for unit in units], distance)
+        self.forward = Plan([Op(OpKind.UNSHARD, unit.index) for unit in units])
         self.backward = self._usual = self._guessed_backward()
         self.recording = True
         self.orders_differ = self.unusual = self._has_warned = False
@@ -204,7 +216,12 @@ class Plans:
         self._gathered = {unit.index for unit in units if unit.temporary or unit.is_directional}
 
     def _backward(self, requested: list[Op]) -> Plan:
-        return Plan(requested, self._distance, Direction.BACKWARD)
+        return Plan(requested, hoist_unshards(requested, self._distance, self._may_overtake))
+
+    def _may_overtake(self, unshard: Op, other: Op) -> bool:
+        """Whether the other is a reduction, and neither its unit nor one around it uses the slot that the unshard needs."""
+        slots = self._slots[other.unit_index]
+        return other.kind is OpKind.REDUCE and self._units[unshard.unit_index].slot not in slots
 
     def _kept(self) -> list[Op]:
         """Units that keep their weights, and the one that forward ends with: unsharded when its backward begins."""
@@ -284,7 +301,7 @@ class Plans:
             names = [self._units[index].label for index in sorted(never)]
             logger.info("FSDP: no rank has run %s; weights are gathered in case that one does.", names)
         last, every = forward[-1], [Op(OpKind.UNSHARD, unit.index) for unit in self._units]
-        self.forward = Plan(with_others(forward, every, never), self._distance)
+        self.forward = Plan(with_others(forward, every, never))
         keeps = last in backward or self._units[last.unit_index].keeps_weights
         if self.forward.requested[-1] != last and not keeps:
             backward = [last, *backward]  # its weights were kept for the backward that was recorded

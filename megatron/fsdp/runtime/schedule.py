@@ -393,10 +393,7 @@ class Schedule:
             self.let_go(unit, Direction.FORWARD)
 
     def begin_callers_backward(self) -> None:
-        """Begin a backward whose caller unshards and reshards the units, and unshard the root.
-
-        :meth:`finish_backward` ends it. Does nothing if such a backward has begun.
-        """
+        """Begin a backward whose caller unshards and reshards the units, unless it has begun; unshard the root."""
         if self.passes.has_failed:
             self.reset()
         if self.passes.by_caller:
@@ -409,10 +406,7 @@ class Schedule:
         self.hold(self.units[0], Direction.BACKWARD)
 
     def end_failed_callers_pass(self) -> None:
-        """Reshard every unit if a caller's pass has not ended: an exception has ended its schedule.
-
-        Called before an ordinary forward, which would not unshard units that the failed pass holds.
-        """
+        """Reshard every unit, before an ordinary forward, if an exception has ended the schedule of a caller's pass."""
         if self.in_callers_forward or self.passes.by_caller:
             self.reset()
 
@@ -543,14 +537,20 @@ class Schedule:
 
     def _issue(self, plan: Plan, op: Op) -> None:
         """Issue the operation that is ahead."""
-        plan.issued += 1
         unit = self.units[op.unit_index]
+        # Nothing told that the backward of its last call has ended; ranks that skipped that call gather it again.
+        in_use = op.kind is OpKind.UNSHARD and unit.state is WeightState.BACKWARD and plan.repeats
+        plan.issued += 1
         if op.kind is OpKind.REDUCE:
             self._issue_reduction(unit)
         elif op.kind is OpKind.UNSHARD_FORWARD_ONLY:
             unit.unshard(PlaneSet.FORWARD_ONLY)
         else:
+            if in_use:
+                unit.reshard()
             self._unshard(plan, unit)
+            if in_use:
+                unit.use(WeightState.BACKWARD, Direction.BACKWARD)
 
     def _prefetch(self, plan: Plan, until: Unit | None = None) -> None:
         """Issue the unshards that come next, as far as the limit allows, and not beyond that of a unit."""
@@ -559,7 +559,9 @@ class Schedule:
             waits = unit.state is WeightState.SHARDED
             if op.kind is OpKind.UNSHARD_FORWARD_ONLY:
                 waits = waits or not self._prefetches
-            elif waits and self._prefetches:
+            elif not waits:
+                waits = plan.repeats  # in use
+            elif self._prefetches:
                 waits = unit.slot_is_taken or (unit.temporary and not unit.is_root and self._full(plan))
             if waits:
                 return

@@ -66,6 +66,7 @@ class Unit:
 
     Attributes:
         children: Units inside this one, in the order of registration.
+        slot: The argument.
         temporary: Whether an unshard allocates memory that a reshard frees.
         quantized: Quantized compute weights, and how they are stored.
         is_directional: Forward and backward read different planes of quantized weights.
@@ -94,7 +95,7 @@ class Unit:
         self.quantized = [(storage, params) for storage, params in quantized if storage is not None]
         planes = [plane for group in groups for plane in group.weights.planes]
         self.is_directional = any(len(plane.directions) < len(Direction) for plane in planes)
-        self._slot = slot
+        self.slot = slot
         self.calls = 0
         self.calls_done = 0
         self.unwatched = False
@@ -198,10 +199,10 @@ class Unit:
         if self._state is WeightState.SHARDED:
             self.to(WeightState.UNSHARDING)
         try:
-            if self._slot is not None:
+            if self.slot is not None:
                 if (rival := self._other_holder()) is not None:
                     rival.yield_slot(self)
-                self._slot.holder = weakref.ref(self)
+                self.slot.holder = weakref.ref(self)
             handles = [handle for group in self.groups if (handle := group.weights.unshard(planes)) is not None]
         except BaseException:
             self.abandon()  # the weights may be incomplete
@@ -227,7 +228,7 @@ class Unit:
 
     def _other_holder(self) -> "Unit | None":
         """The other unit that used this one's slot last; None if there is none."""
-        holder: Unit | None = None if self._slot is None else self._slot.holder()
+        holder: Unit | None = None if self.slot is None else self.slot.holder()
         return None if holder is self else holder
 
     def yield_slot(self, other: "Unit") -> None:
