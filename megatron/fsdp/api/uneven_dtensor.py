@@ -53,7 +53,7 @@ def gather_and_compute_chunk_metadata(dtensor: DTensor) -> ChunkStorageMetadata:
     offsets, sizes = [0] * dtensor.dim(), list(dtensor._local_tensor.shape)
     for axis, dim in sharded_axes(dtensor):
         group = dtensor.device_mesh.get_group(axis)
-        lengths = lengths_on_ranks(sizes[dim], group, dtensor.device_mesh.device_type)
+        lengths = lengths_on_ranks(sizes[dim], group, dtensor._local_tensor.device)
         offsets[dim] += sum(lengths[: group.rank()])
         sizes[dim] = sum(lengths)
     return ChunkStorageMetadata(torch.Size(offsets), dtensor._local_tensor.shape)

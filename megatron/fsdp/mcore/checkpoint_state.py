@@ -256,6 +256,8 @@ def _described(names: Names, name: str, key: str, value: Any) -> Iterator[tuple[
         rows = sum(count for _, count in sections)
         yield part.of(key), _rows(value, param, range(first, first + rows))
         first += rows
+    if parts and first != param.main.shape[0]:
+        raise RuntimeError(f"{name}: expected parts with {param.main.shape[0]} rows in all; got {first}.")
 
 
 def _rows(value: Any, param: ShardedParameter, rows: range | None) -> Any:
@@ -268,5 +270,5 @@ def _rows(value: Any, param: ShardedParameter, rows: range | None) -> Any:
     if rows is None or not isinstance(value, DTensor):
         return value
     # A tensor-parallel rank has the same fraction of all rows as of any that belong together.
-    width = math.prod(param.local_shape) // value.shape[0]
-    return narrow_rows(value, rows.start * width, rows.stop * width, (len(rows), *value.shape[1:]))
+    start, stop = (row * math.prod(param.local_shape) // value.shape[0] for row in (rows.start, rows.stop))
+    return narrow_rows(value, start, stop, (len(rows), *value.shape[1:]))

@@ -219,7 +219,7 @@ class Plans:
         return Plan(requested, hoist_unshards(requested, self._distance, self._may_overtake))
 
     def _may_overtake(self, unshard: Op, other: Op) -> bool:
-        """Whether the other is a reduction, and neither its unit nor one around it uses the slot that the unshard needs."""
+        """Whether the other is a reduction, and neither its unit nor one around it has the slot of the unshard."""
         slots = self._slots[other.unit_index]
         return other.kind is OpKind.REDUCE and self._units[unshard.unit_index].slot not in slots
 

@@ -130,3 +130,34 @@ def _not_gated() -> list[str]:
 def test_layers_without_a_gate_are_not_split(ranks: RankPool) -> None:
     (keys,) = ranks.run(1, _not_gated)
     assert keys and not any(key.endswith(("_w", "_v")) for key in keys)
+
+
+def _saved_and_loaded(folder: str, hidden: int) -> list[str]:
+    """Parameters whose weights or moments a checkpoint does not bring back, of gated layers with biases and TP 2."""
+    changes = {"gated_linear_unit": True, "hidden_size": hidden, "num_attention_heads": 2, "kv_channels": 10}
+    with mm.megatron(tensor_model_parallel_size=2):
+        model = mm.wrapped(
+            "optim_grads_params", lambda c: mm.gpt(c, vocabulary=30), tensor_model_parallel_size=2, **changes
+        )
+        optimizer = mm.optimizer_of(model)
+        mm.run_steps(model, optimizer, 1, 1)
+        dcp.save(mm.checkpoint_state(model, optimizer), checkpoint_id=folder)
+        kept = {}
+        for entry in model.module.engine.params():
+            state = optimizer.optimizer.state[entry.main]
+            for kind, tensor in {"": entry.main, **{k: state[k] for k in ("exp_avg", "exp_avg_sq")}}.items():
+                kept[f"{entry.name} {kind}"] = local_shard(tensor).clone(), local_shard(tensor).detach()
+                kept[f"{entry.name} {kind}"][1].zero_()
+        dcp.load(mm.checkpoint_state(model, optimizer), checkpoint_id=folder)
+        return [name for name, (before, after) in kept.items() if not torch.equal(before, after)]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("hidden", [20, 21])
+def test_gated_layers_with_biases_on_tensor_parallel_ranks(ranks: RankPool, world_size: int, hidden: int) -> None:
+    with TemporaryDirectory() as folder:
+        assert ranks.run(world_size, _saved_and_loaded, folder, hidden) == [[]] * world_size
+        metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+        sizes = {key: tuple(value.size) for key, value in metadata.items() if hasattr(value, "size")}
+        biases = [key for key in sizes if "linear_fc1.bias" in key and not key.endswith(".step")]
+        assert len(biases) == 12 and {sizes[key] for key in biases} == {(36,)}, "of two layers, with moments"
