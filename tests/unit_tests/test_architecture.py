@@ -25,7 +25,7 @@ BUDGETS = {
     "megatron/fsdp": 410,
     "megatron/fsdp/api": 600,
     "megatron/fsdp/buffers": 1_515,
-    "megatron/fsdp/checkpoint": 2_325,
+    "megatron/fsdp/checkpoint": 2_330,
     "megatron/fsdp/comm": 1_075,
     "megatron/fsdp/convert": 3_960,
     "megatron/fsdp/dtensor": 1_085,
@@ -33,7 +33,7 @@ BUDGETS = {
     "megatron/fsdp/helpers": 340,
     "megatron/fsdp/init": 410,
     "megatron/fsdp/integrations": 520,
-    "megatron/fsdp/mcore": 2_620,
+    "megatron/fsdp/mcore": 2_630,
     "megatron/fsdp/mcore/cpu": 730,
     "megatron/fsdp/naming": 250,
     "megatron/fsdp/optim": 930,
@@ -45,7 +45,7 @@ BUDGETS = {
     "megatron/fsdp/tools": 3_295,
     "megatron/fsdp/tools/predict": 1_460,
     "megatron_fsdp": 150,
-    "tests": 39_285,
+    "tests": 39_370,
 }
 
 # Phrases, as regular expressions, and the word that people of this field search for.

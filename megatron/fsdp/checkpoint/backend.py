@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.planner_helpers import _create_write_items
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from megatron.fsdp.checkpoint.archive import ChecksummedFile
@@ -346,6 +347,14 @@ class Planner(DefaultSavePlanner):
                 items += _create_write_items(name, value)
         self.plan = SavePlan(items, planner_data=self.mappings)
         return self.plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Merge the plans of all ranks. torch checks that the shards of a tensor cover it, if there are any."""
+        plans, metadata = super().create_global_plan(all_plans)
+        for name, value in self.state_dict.items():
+            if isinstance(value, DTensor) and value.numel() and name not in metadata.state_dict_metadata:
+                raise ValueError(f"{name}: expected shards of a tensor of shape {tuple(value.shape)}; no rank has any.")
+        return plans, metadata
 
     def resolve_data(self, write_item: Any) -> torch.Tensor | io.BytesIO:
         """Return the data of an item: a tensor, or a pickled object."""

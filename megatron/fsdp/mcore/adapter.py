@@ -160,7 +160,9 @@ class FullyShardedDataParallel(_BaseDataParallel):
         adjust(settings)
         _follow_settings(module, config)
         device = compute_device(module, device)
-        index = make_index(pg_collection, device, getattr(ddp_config, EXPERT_INSTANCES, None))
+        has_experts = config.expert_model_parallel_size > 1
+        instances = getattr(ddp_config, EXPERT_INSTANCES, None) if has_experts else None
+        index = make_index(pg_collection, device, instances)
         if ddp_config.num_distributed_optimizer_instances > 1 and not index.use_hybrid_fsdp:
             raise ValueError(
                 f"num_distributed_optimizer_instances is {ddp_config.num_distributed_optimizer_instances}: expected a "

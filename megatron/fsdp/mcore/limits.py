@@ -301,7 +301,7 @@ LIMITS: tuple[Limit, ...] = (
     Limit(
         "use_sharp for the group dp",
         "Megatron-Core 0.19 reads that group before it creates it.",
-        "Set sharp_enabled_group (--sharp-enabled-group) to dp_replica.",
+        "Set sharp_enabled_group (--sharp-enabled-group) to dp_replica, which needs several optimizer instances.",
         condition=lambda s: bool(s["use_sharp"]) and s["sharp_enabled_group"] != "dp_replica" and _makes_gtp_groups(),
     ),
     _not_yet("optimizer_cuda_graph", "capturing the optimizer's step in a CUDA graph"),

@@ -33,14 +33,19 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "action": "store_true",
         "help": "Keep embedding and output layer unsharded during a step, instead of sharding them as units.",
     },
+    "megatron_fsdp_version": {"type": int, "choices": (1, 2), "help": "No effect: this engine replaces both."},
     "ckpt_drop_redundant_extra_state": {"action": "store_true", "help": "No effect with Megatron FSDP."},
 }
 # Options that need code of Megatron-Core's main branch, seen in August 2026.
 LATER = """
-    --grad-norm-skip-threshold --gtp-expert-remat-nccl-ub --gtp-remat-nccl-ub --mtp-hsm --muon-use-syrk --otel-enabled
-    --gtp-remat-reduce-scatter-with-fp32-accumulation --otel-service-name --otel-span-groups --output-logit-dtype
-    --rl-durable-rollout-bank --rl-max-inflight-requests --rl-rollout-bank-dir --rl-rollout-bank-max-bytes
-    --use-gigatoken
+    --batch-invariant-backend --ckpt-fully-parallel-load-per-rank-objects --ckpt-pg-tensors-cache-create
+    --ckpt-pg-tensors-cache-path --enable-mhc-connections --gdp-cutedsl-kernel --gdp-num-chunk-states-to-recompute
+    --gdp-num-householder --grad-norm-skip-threshold --gtp-expert-remat-nccl-ub --gtp-remat-nccl-ub
+    --gtp-remat-opt-in-modules --gtp-remat-reduce-scatter-with-fp32-accumulation --mhc-init-gating-factor
+    --mhc-num-residual-streams --mhc-recompute-layer-num --mhc-sinkhorn-iterations --moe-combine-bwd-dtype
+    --moe-dispatch-fwd-dtype --moe-use-grouped-tensor --mtp-hsm --muon-use-syrk --otel-enabled --otel-service-name
+    --otel-span-groups --output-logit-dtype --rl-durable-rollout-bank --rl-max-inflight-requests --rl-rollout-bank-dir
+    --rl-rollout-bank-max-bytes --use-gigatoken
 """.split()
 # The options that the command line lacked.
 added: set[str] = set()

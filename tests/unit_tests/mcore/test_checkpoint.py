@@ -11,9 +11,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
 import tests.megatron_models as mm
+from megatron.fsdp.api.uneven_dtensor import narrow_rows
+from megatron.fsdp.checkpoint.backend import save
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from tests.models import whole
-from tests.ranks import RankPool
+from tests.ranks import RankFailure, RankPool
 
 LLAMA = {"gated_linear_unit": True, "add_bias_linear": False, "normalization": "RMSNorm"}
 
@@ -132,32 +134,71 @@ def test_layers_without_a_gate_are_not_split(ranks: RankPool) -> None:
     assert keys and not any(key.endswith(("_w", "_v")) for key in keys)
 
 
-def _saved_and_loaded(folder: str, hidden: int) -> list[str]:
-    """Parameters whose weights or moments a checkpoint does not bring back, of gated layers with biases and TP 2."""
-    changes = {"gated_linear_unit": True, "hidden_size": hidden, "num_attention_heads": 2, "kv_channels": 10}
-    with mm.megatron(tensor_model_parallel_size=2):
+# Layers whose parameters are split or named in different ways.
+KINDS: dict[str, dict[str, Any]] = {
+    "gated": {"gated_linear_unit": True},
+    "gated, rows that do not divide": {"gated_linear_unit": True, "hidden_size": 21},
+    "grouped queries": {"num_query_groups": 2, "num_attention_heads": 4, "add_qkv_bias": True, "qk_layernorm": True},
+    "experts": {"gated_linear_unit": True, "num_moe_experts": 2, "moe_shared_expert_intermediate_size": 12},
+    "experts without a gate": {"num_moe_experts": 2, "moe_layer_freq": [0, 1], "moe_ffn_hidden_size": 12},
+    "experts with tensor parallelism": {
+        "gated_linear_unit": True,
+        "num_moe_experts": 2,
+        "moe_ffn_hidden_size": 12,
+        "add_bias_linear": False,
+    },
+}
+
+
+def _saved_and_loaded(folder: str, kind: str) -> list[str]:
+    """Parameters with biases whose weights or moments a checkpoint does not bring back, on tensor-parallel ranks."""
+    changes: dict[str, Any] = {"num_attention_heads": 2, "kv_channels": 10, **KINDS[kind]}
+    of_experts = {"expert_tensor_parallel_size": 2 if kind.endswith("parallelism") else 1}
+    with mm.megatron(tensor_model_parallel_size=2, **of_experts):
         model = mm.wrapped(
-            "optim_grads_params", lambda c: mm.gpt(c, vocabulary=30), tensor_model_parallel_size=2, **changes
+            "optim_grads_params",
+            lambda c: mm.gpt(c, vocabulary=30),
+            tensor_model_parallel_size=2,
+            sequence_parallel="num_moe_experts" in changes,
+            **of_experts,
+            **changes,
         )
         optimizer = mm.optimizer_of(model)
         mm.run_steps(model, optimizer, 1, 1)
-        dcp.save(mm.checkpoint_state(model, optimizer), checkpoint_id=folder)
+        save(mm.checkpoint_state(model, optimizer), folder)
+        states: dict[Any, Any] = {}
+        for each in getattr(optimizer, "chained_optimizers", [optimizer]):
+            states |= each.optimizer.state
         kept = {}
         for entry in model.module.engine.params():
-            state = optimizer.optimizer.state[entry.main]
-            for kind, tensor in {"": entry.main, **{k: state[k] for k in ("exp_avg", "exp_avg_sq")}}.items():
-                kept[f"{entry.name} {kind}"] = local_shard(tensor).clone(), local_shard(tensor).detach()
-                kept[f"{entry.name} {kind}"][1].zero_()
+            tensors = {"": entry.main, **{k: v for k, v in states[entry.main].items() if k.startswith("exp_avg")}}
+            assert len(tensors) == 3
+            for name, tensor in tensors.items():
+                kept[f"{entry.name} {name}"] = local_shard(tensor).clone(), local_shard(tensor).detach()
+                kept[f"{entry.name} {name}"][1].zero_()
         dcp.load(mm.checkpoint_state(model, optimizer), checkpoint_id=folder)
         return [name for name, (before, after) in kept.items() if not torch.equal(before, after)]
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("hidden", [20, 21])
-def test_gated_layers_with_biases_on_tensor_parallel_ranks(ranks: RankPool, world_size: int, hidden: int) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_biases_of_tensor_parallel_layers_are_saved(ranks: RankPool, kind: str) -> None:
     with TemporaryDirectory() as folder:
-        assert ranks.run(world_size, _saved_and_loaded, folder, hidden) == [[]] * world_size
+        assert ranks.run(4, _saved_and_loaded, folder, kind) == [[]] * 4
         metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
         sizes = {key: tuple(value.size) for key, value in metadata.items() if hasattr(value, "size")}
-        biases = [key for key in sizes if "linear_fc1.bias" in key and not key.endswith(".step")]
-        assert len(biases) == 12 and {sizes[key] for key in biases} == {(36,)}, "of two layers, with moments"
+        halves = [key for key in sizes if "mlp.linear_fc1.bias" in key and not key.endswith(".step")]
+        if kind.startswith("gated"):
+            assert len(halves) == 12 and {sizes[key] for key in halves} == {(36,)}, "of two layers, with moments"
+
+
+def _save_nothing_of_a_tensor(folder: str) -> None:
+    with mm.megatron():
+        model, optimizer = _trained("optim_grads_params", LLAMA)
+        state = mm.checkpoint_state(model, optimizer)
+        main = next(iter(model.module.engine.params())).main
+        save({**state, "lost": narrow_rows(main, 0, 0, (4, main.shape[1]))}, folder)
+
+
+def test_a_tensor_without_shards_is_not_lost_in_silence(ranks: RankPool, tmp_path: Path) -> None:
+    with pytest.raises(RankFailure, match=r"lost: expected shards of a tensor of shape \(4, 20\); no rank has any"):
+        ranks.run(2, _save_nothing_of_a_tensor, str(tmp_path))
