@@ -166,10 +166,10 @@ class _Run:
             self._micro_batches = max((args.global_batch_size or per_micro_batch) // per_micro_batch, 1)
             self._stages = args.pipeline_model_parallel_size
             # So many are in flight at most; interleaved schedules take multiples of the stages.
-            self._few = min(self._micro_batches, 2 * self._stages)
+            self._few = min(self._micro_batches, 2 * self._stages if self._stages > 1 else 1)
             self.tokens = self._micro_batches * per_micro_batch * args.seq_length
             self._per_micro_batch = per_micro_batch
-            args.global_batch_size = self._few * per_micro_batch
+            args.global_batch_size = min(self._few, self._stages) * per_micro_batch
             self._args = args
             return result
 
@@ -243,8 +243,8 @@ class _Run:
             recorder, number = self._recorder, len(self._marks)
             if number == 0:
                 optimizer.step = self._updating(optimizer.step)
-            if number == 3:
-                self._more_micro_batches()
+            if number > 1:  # one round of the pipeline more shows what a micro-batch adds
+                self._take_micro_batches(self._few + (number - 2) * self._stages)
             steps = [StepRecorder(engine, Clock(recorder)) for engine in self._engines] if number > 1 else []
             begin = recorder.mark("forward")
             for each in steps:
@@ -262,11 +262,10 @@ class _Run:
 
         return stepping
 
-    def _more_micro_batches(self) -> None:
-        """One round of the pipeline more, to see what a micro-batch adds."""
+    def _take_micro_batches(self, number: int) -> None:
         calculator: Any = importlib.import_module("megatron.core.num_microbatches_calculator")
         args = self._args
-        args.global_batch_size = (self._few + self._stages) * self._per_micro_batch
+        args.global_batch_size = number * self._per_micro_batch
         calculator.reconfigure_num_microbatches_calculator(
             args.rank, None, args.global_batch_size, args.micro_batch_size, args.data_parallel_size
         )
@@ -311,7 +310,7 @@ class _Run:
         self.numbers = {name: value + (self._micro_batches - self._few) * each[name] for name, value in first.items()}
         per_micro_batch = each["seconds"] or first["seconds"] / self._few
         self.numbers["bubble"] = (self._stages - 1) / len(self._engines) * per_micro_batch
-        begin, end, _ = self._marks[2]
+        begin, end, _ = self._marks[-1]  # gradients are kept between micro-batches, if there are several
         timeline = moments(in_program_order(recorder.program), begin.seconds, end.seconds)
         peak = max(timeline, key=lambda moment: moment.total)
         self.module = peak.module
