@@ -136,8 +136,18 @@ def _imported(code: str) -> set[str]:
     return {(alias.asname or alias.name).split(".")[0] for node in found for alias in node.names}
 
 
+def _assigned(code: str) -> set[str]:
+    made = [node for node in ast.walk(ast.parse(code)) if isinstance(node, (ast.Name, ast.FunctionDef, ast.ClassDef))]
+    return {
+        n.id if isinstance(n, ast.Name) else n.name
+        for n in made
+        if isinstance(getattr(n, "ctx", None) or ast.Store(), ast.Store)
+    }
+
+
 @pytest.mark.parametrize("page", DOCS.rglob("*.md"), ids=lambda page: page.stem)
 def test_visible_code_imports_what_it_uses(page: Path) -> None:
+    yours = set(re.findall(r"`(\w+)`", " ".join(re.findall(r"[^.\n]*\b(?:are|is) yours\b", page.read_text()))))
     for script in re.split(r"<!-- script: .*? -->", page.read_text()):
         hidden = "\n".join(re.findall(r"<!-- hidden\n(.*?)-->", script, re.DOTALL))
         shown = re.sub(r"<!-- hidden\n.*?-->|<!-- not run.*?-->\s*```python.*?```", "", script, flags=re.DOTALL)
@@ -145,6 +155,7 @@ def test_visible_code_imports_what_it_uses(page: Path) -> None:
         visible = "\n".join(textwrap.dedent(block) for _, block in blocks)
         used = {node.id for node in ast.walk(ast.parse(visible)) if isinstance(node, ast.Name)}
         assert not used & _imported(hidden) - _imported(visible)
+        assert used & _assigned(hidden) - _assigned(visible) <= yours, "say which names are the reader's"
 
 
 def test_the_words_are_within_the_budget() -> None:
