@@ -27,6 +27,11 @@ def test_pictures(ranks: RankPool) -> None:
         assert (DOCS / "images" / f"{name}.svg").read_text() == svg, "run: python scripts/draw_pictures.py"
 
 
+def test_losses_lie_on_top_of_each_other(ranks: RankPool) -> None:
+    ddp, sharded = ranks.run(2, draw_pictures.both_losses)[0]
+    assert sharded == pytest.approx(ddp, rel=1e-6) and ddp[-1] < 0.5 * ddp[0]
+
+
 def test_pages_say_where_the_arguments_of_their_commands_are_defined() -> None:
     users = [page for page in DOCS.rglob("*.md") if "${GPT[@]}" in (text := page.read_text()) and "GPT=(" not in text]
     assert len(users) > 10
