@@ -95,6 +95,17 @@ def test_a_step_with_experts(dispatcher: str) -> None:
     assert few["peak"]["activations"] < many["peak"]["activations"]
 
 
+def test_a_search_from_a_command_line() -> None:
+    words = [*WORDS, "--bf16", "--recompute-granularity", "full", "--recompute-method", "uniform"]
+    searched = ("--gpus", 8, "--gpu", "h100", "--seconds", 25, "--explain")
+    output = printed(python("-m", "megatron.fsdp.tools.predict.plan", *searched, *words, "--recompute-num-layers", "1"))
+    own = next(line for line in output.splitlines() if line.endswith("your command line"))
+    best = output.splitlines()[2]
+    assert float(best.split()[0]) < float(own.split()[0]) and "Seconds of your command line" in output
+    line = output.splitlines()[-1].removeprefix("The best: ").split()
+    assert "full" not in line and doctor(*line)["accepted"]
+
+
 # Many command lines, one process -----------------------------------------------------------------------------------
 
 FILES = {

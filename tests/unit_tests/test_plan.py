@@ -1,7 +1,9 @@
 """The plan command: its choices, their order, and a comparison with a trace."""
 
+import concurrent.futures
 import dataclasses
 import json
+import shlex
 import sys
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import torch
 from torch import nn
 
 from megatron.fsdp.tools.devices import GIB
-from megatron.fsdp.tools.predict import Topology
+from megatron.fsdp.tools.predict import CommandStep, Topology, search
 from megatron.fsdp.tools.predict.plan import Choice, Cluster, audit, candidates, cluster_of, main, ordered, plan, table
 from megatron.fsdp.tools.trace.timeline import Timeline
 from tests.models import Block, TinyModel
@@ -64,3 +66,54 @@ def test_an_unknown_gpu_lists_the_known(
     with pytest.raises(SystemExit):
         main()
     assert "h100, h100-nvl" in capsys.readouterr().err
+
+
+OWN = "--num-layers 2 --micro-batch-size=1 --tensor-model-parallel-size 2 --sequence-parallel --recompute-modules a b"
+
+
+def test_flags_of_a_command_line_are_replaced() -> None:
+    arguments = OWN.split()
+    same = {"--micro-batch-size": "1", "--tensor-model-parallel-size": "2", "--sequence-parallel": ""}
+    assert search.with_changes(arguments, same) == (tuple(arguments), {})
+    changes = {"--sequence-parallel": None, "--recompute-modules": None, "--micro-batch-size": "4"}
+    found, differ = search.with_changes(arguments, changes)
+    assert (
+        shlex.join(found) == "--num-layers 2 --tensor-model-parallel-size 2 --micro-batch-size 4" and differ == changes
+    )
+    one = ["--context-parallel-size", "1"]
+    assert search.with_changes(one, {"--context-parallel-size": None}) == (tuple(one), {})
+
+
+def _evaluated(script: Path, world_size: int, cluster: Cluster, each: search.Candidate) -> search.Candidate:
+    """Tensor parallelism and recomputation save memory and take time; larger micro-batches do the opposite."""
+    words = dict(zip(each.arguments, (*each.arguments[1:], ""), strict=True))
+    batch, tensor = int(words["--micro-batch-size"]), int(words.get("--tensor-model-parallel-size", 1))
+    if tensor * int(words.get("--context-parallel-size", 1)) > world_size:
+        return dataclasses.replace(each, refusal="too few ranks")
+    again = words.get("--recompute-granularity") == "full"
+    seconds = (1 + again) * (1 + 0.1 * tensor) / batch
+    waits = {"unshard": 0.1, "reduce": 0.0, "other communication": 0.0}
+    step = CommandStep(seconds, 0.0, 1 / seconds, 0.5, waits, {}, "")
+    return dataclasses.replace(each, step=step, memory=8 * batch // tensor // (1 + again), capacity=int(words["--fit"]))
+
+
+def _search(monkeypatch: pytest.MonkeyPatch, words: str, goal: str = "tokens_per_second") -> search.Search:
+    monkeypatch.setattr(search, "evaluate", _evaluated)
+    thread = lambda *unused: concurrent.futures.ThreadPoolExecutor(1)  # noqa: E731
+    monkeypatch.setattr(concurrent.futures, "ProcessPoolExecutor", thread)
+    found = search.Search(Path("train.py"), words.split(), 4, H100, goal, 60, lambda candidate: None)
+    found.run()
+    return found
+
+
+def test_a_search_finds_settings_that_help_only_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = _search(monkeypatch, "--micro-batch-size 1 --fit 9")
+    best = found.ordered()[0]
+    # A micro-batch of 8 fits with four tensor-parallel ranks and recomputation only.
+    assert best.step is not None and best.step.seconds == pytest.approx(2 * 1.4 / 8)
+    assert found.found[0].text == "your command line" and "too few ranks" in {each.refusal for each in found.found}
+    assert len({each.arguments for each in found.found}) == len(found.found)
+    assert "compute 1.000 -> 0.250" in search.explained(found.found[0], best)
+    assert _search(monkeypatch, "--micro-batch-size 1 --fit 9", "memory").ordered()[0].memory == 1
+    closest = _search(monkeypatch, "--micro-batch-size 1 --fit 0").ordered()[0]
+    assert not closest.fits and closest.memory == 1 and "too much" in search.table([closest])

@@ -40,7 +40,7 @@ def main() -> int:
     parser.add_argument("--script", dest="job", type=Path, metavar="FILE", help="a launch script for Slurm")
     parser.add_argument("--step-seconds", type=float, help="seconds of a step, for --script")
     parser.add_argument("--save-seconds", type=float, default=0.0, help="seconds of a save, for --script")
-    options = script.parse(parser, unless="job")
+    options = script.parse(parser, "job")
     if options.job is not None:
         return _read_job(parser, options)
     if not 0 <= (options.rank or 0) < options.world_size:

@@ -10,32 +10,10 @@ from megatron.fsdp.mcore.limits import Limit
 from megatron.fsdp.tools.devices import GIB
 from megatron.fsdp.tools.estimate import Estimate, usage
 from megatron.fsdp.tools.fit import CONTEXT, FRAGMENTATION, NCCL, Memory, Verdict
+from megatron.fsdp.tools.predict import CommandStep
 from megatron.fsdp.tools.recipes import Recipe
 
 HOW_TO_ASK = "add --gpu h100 or --device-memory 80GB (before the script) to compare with a device"
-
-
-@dataclass(frozen=True)
-class CommandStep:
-    """One step of one rank.
-
-    Attributes:
-        seconds: Its time, with the pipeline's bubble.
-        bubble: Seconds that the pipeline takes to fill and to drain.
-        tokens_per_second: Of all ranks.
-        mfu: Floating-point operations of the model, without recomputation, as a part of the devices' peak.
-        waits: Seconds that the computation waits, by what it waits for.
-        peak: Bytes of tensors at the moment with the most, by category.
-        module: The module that computes at that moment.
-    """
-
-    seconds: float
-    bubble: float
-    tokens_per_second: float
-    mfu: float
-    waits: dict[str, float]
-    peak: dict[str, int]
-    module: str
 
 
 @dataclass

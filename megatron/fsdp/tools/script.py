@@ -24,23 +24,23 @@ def parser(command: str, description: str | None) -> argparse.ArgumentParser:
     )
 
 
-def parse(options: argparse.ArgumentParser, unless: str = "") -> argparse.Namespace:
+def parse(options: argparse.ArgumentParser, *unless: str) -> argparse.Namespace:
     """Parse a command line that ends with ``script`` and its ``arguments``. Exits if the script does not exist.
 
     After ``-m``, the script is the name of a module.
 
     Args:
         options: The parser.
-        unless: Attribute of an option that takes the place of a script.
+        unless: Attributes of options that take the place of a script.
     """
     options.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT names a module, as in python -m")
     script = options.add_argument("script", type=Path)
     rest = options.add_argument("arguments", nargs=argparse.REMAINDER)
     script.required = rest.required = not unless
     parsed = options.parse_args()
-    if unless and (getattr(parsed, unless) is None) == (parsed.script is None):
-        name = next(action.option_strings[0] for action in options._actions if action.dest == unless)
-        options.error(f"expected either {name} or a script")
+    if unless and all(getattr(parsed, name) is None for name in unless) == (parsed.script is None):
+        names = [action.option_strings[0] for action in options._actions if action.dest in unless]
+        options.error(f"expected either {', '.join(names)} or a script")
     if parsed.script is not None and not parsed.is_module and not parsed.script.is_file():
         options.error(f"no such script: {parsed.script}")
     return parsed

@@ -34,7 +34,7 @@ def main() -> int:
     """Run both, compare, and print the result. Returns the exit code."""
     parser = script.parser("megatron-fsdp-verify", __doc__)
     add_options(parser)
-    options = script.parse(parser, unless="model")
+    options = script.parse(parser, "model")
     if options.ranks < 1 or options.steps < 1:
         parser.error(f"expected at least 1 rank and 1 step; got {options.ranks} and {options.steps}")
     if compare_runs.RECORD in os.environ:

@@ -1,19 +1,22 @@
-"""Compares sharding strategies of your model by predicted step time and memory, without GPUs.
+"""Finds the fastest settings of a Megatron command line, or strategy of your model, by predictions without GPUs.
 
+    megatron-fsdp-plan --gpus 1024 --gpu h100 [--explain] [-m] pretrain_gpt.py ARGS...
     megatron-fsdp-plan --model file.py:build --units Block --ranks 8 64 --gpu h100
     megatron-fsdp-plan --model path/of/a/config.json --ranks 64 --gpu h100 --json
     megatron-fsdp-plan --calibrate machine.json
     megatron-fsdp-plan --model file.py:build --ranks 2 --machine machine.json --strategy 3 --audit trace.json
 
-The engine runs on tensors without memory, so one process stands for any number of ranks. Ctrl-C prints what has been
-found so far. Speeds of GPUs and links are assumptions that docs/guide/doctor.md names, and times are simulated. If
-shapes in the model depend on values, only the memory without activations is printed.
-The exit code is 0, 2 for wrong arguments, or 3 if no strategy fits.
+Of a command line, parallelism, micro-batch, recomputation, strategy and HSDP are varied, as Megatron and this engine
+accept them. The engine runs on tensors without memory, so one process stands for any number of ranks. Ctrl-C prints
+what has been found so far. Speeds of GPUs and links are assumptions that docs/guide/doctor.md names, and times are
+simulated. If shapes in the model depend on values, only the memory without activations is printed.
+The exit code is 0, 1 if the command line is refused, 2 for wrong arguments, or 3 if nothing fits.
 """
 
 import argparse
 import dataclasses
 import json
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,11 +29,11 @@ from torch import nn
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
 from megatron.fsdp.sharding.strategy import INNER
-from megatron.fsdp.tools import program
+from megatron.fsdp.tools import program, script
 from megatron.fsdp.tools.devices import GIB
 from megatron.fsdp.tools.estimate import AxisSizes, estimate_outline, outline, usage
 from megatron.fsdp.tools.fit import CONTEXT, FRAGMENTATION, NCCL
-from megatron.fsdp.tools.predict import Calibration, Link, Prediction, Topology, calibrate, predict
+from megatron.fsdp.tools.predict import Calibration, Link, Prediction, Topology, calibrate, predict, search
 from megatron.fsdp.tools.predict.machine import SPEEDS, Cluster, cluster_of
 from megatron.fsdp.tools.progress import Progress
 from megatron.fsdp.tools.trace.spans import Row, UnitTimes
@@ -190,9 +193,12 @@ def audit(choice: Choice, path: Path) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="megatron-fsdp-plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = script.parser("megatron-fsdp-plan", __doc__)
+    parser.add_argument("--gpus", type=int, default=8, help="number of GPUs of a Megatron command line (or 8)")
+    goals = ("tokens_per_second", "memory")
+    parser.add_argument("--goal", choices=goals, default=goals[0], help="of a command line (or tokens_per_second)")
+    parser.add_argument("--seconds", type=float, default=600, help="most time to search a command line (or 600)")
+    parser.add_argument("--explain", action="store_true", help="say where the time of your own command line goes")
     parser.add_argument("--model", help="file.py:function or module:function, or a Hugging Face config.json")
     parser.add_argument("--units", nargs="+", default=[], metavar="CLASS", help="classes of units (or the layers')")
     parser.add_argument("--ranks", type=int, nargs="+", default=[8], help="numbers of data-parallel ranks (or 8)")
@@ -223,13 +229,13 @@ def _cluster(options: argparse.Namespace, ranks: int) -> Cluster:
 def main() -> int:
     """Search, and print the choices. Returns the exit code."""
     parser = _parser()
-    options = parser.parse_args()
+    options = script.parse(parser, "model", "calibrate")
     if options.calibrate is not None:
         calibrate().save(options.calibrate)
         return 0
-    if options.model is None:
-        parser.error("expected --model or --calibrate")
     try:
+        if options.script is not None:
+            return _search_command(options)
         search = _Search(options)
         try:
             choices = search.choices()
@@ -240,6 +246,43 @@ def main() -> int:
     except (ValueError, OSError, KeyError) as error:
         parser.error(str(error))
     return 0 if any(choice.fits for of_ranks in choices for choice in of_ranks) else 3
+
+
+def _search_command(options: argparse.Namespace) -> int:
+    """Search the settings of a command line, and print the best. Returns the exit code."""
+    if options.machine is not None:
+        raise ValueError("--machine: a command line is predicted for GPUs. Give --gpu.")
+    progress = Progress(sys.stderr)
+
+    def show(candidate: search.Candidate) -> None:
+        best = next(iter(found.ordered()), candidate)
+        speed = f"{best.step.seconds:.2f} s" if best.step else "nothing fits yet"
+        progress.start(f"{len(found.found)} command lines, the best: {speed} ({best.text})")
+
+    cluster = cluster_of(options.gpu)
+    script_and_ranks = options.script, options.arguments, options.gpus
+    found = search.Search(*script_and_ranks, cluster, options.goal, options.seconds, show)
+    progress.start("predicting your command line")
+    try:
+        found.run()
+    except KeyboardInterrupt:
+        print("interrupted: the best so far", file=sys.stderr)
+    progress.end()
+    best = found.ordered()
+    if not best:
+        print("\n".join(f"ERROR  {candidate.refusal}" for candidate in found.found))
+        return 1
+    if options.json:
+        print(json.dumps([dataclasses.asdict(each) for each in best[:10]], indent=2))
+    else:
+        print(f"{options.gpus} {options.gpu}: simulated, the best of {len(found.found)} command lines")
+        print(search.table(best[:10]))
+        if options.explain:
+            print(search.explained(found.found[0], best[0]))
+        print(
+            f"The best: {shlex.join([*(['-m'] if options.is_module else []), str(options.script), *best[0].arguments])}"
+        )
+    return 0 if best[0].fits else 3
 
 
 def _print(options: argparse.Namespace, choices: list[list[Choice]]) -> None:

@@ -1,0 +1,256 @@
+"""Searches the settings of a Megatron command line that make its step shortest on given GPUs.
+
+A candidate is the user's own line with other values of some flags. The doctor examines each: it refuses what Megatron
+or this engine refuses, and estimates memory. A step is predicted of those that may fit. From the user's line, one
+setting after the other takes its best value, until none changes; then settings change in pairs.
+"""
+
+import concurrent.futures
+import dataclasses
+import functools
+import itertools
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.fsdp.tools.devices import GIB
+from megatron.fsdp.tools.predict import CommandStep
+from megatron.fsdp.tools.predict.machine import Cluster
+from megatron.fsdp.tools.script import prepare_megatron
+
+# Values of flags: None leaves a flag out, and "" is one without a value.
+Change = dict[str, str | None]
+RECOMPUTATION = "granularity", "method", "num-layers", "modules"
+# An estimate of memory this much above the device's size is taken as too large, without a prediction.
+MARGIN = 1.1
+
+
+def _sizes(flag: str, sizes: Iterable[int], with_flag: str = "") -> list[Change]:
+    """Values of a flag that Megatron takes as 1 without it, and a flag that goes with larger ones."""
+    more = [with_flag] if with_flag else []
+    return [{flag: str(n) if n > 1 else None, **dict.fromkeys(more, "" if n > 1 else None)} for n in sizes]
+
+
+def _recomputation(granularity: str | None, **more: str) -> Change:
+    none: Change = {f"--recompute-{name}": None for name in RECOMPUTATION}
+    given = {f"--recompute-{name.replace('_', '-')}": value for name, value in more.items()}
+    return {**none, "--recompute-activations": None, "--recompute-granularity": granularity, **given}
+
+
+# In the order in which they are tried.
+SETTINGS: dict[str, list[Change]] = {
+    "recomputation": [
+        _recomputation(None),
+        _recomputation("selective", modules="core_attn"),
+        _recomputation("full", method="uniform", num_layers="1"),
+    ],
+    "micro-batch": [{"--micro-batch-size": str(n)} for n in (1, 2, 4, 8)],
+    "tensor parallelism": _sizes("--tensor-model-parallel-size", (1, 2, 4, 8), "--sequence-parallel"),
+    "expert parallelism": _sizes("--expert-model-parallel-size", (1, 2, 4, 8, 16, 32, 64)),
+    "pipeline": _sizes("--pipeline-model-parallel-size", (1, 2, 4, 8, 16)),
+    "strategy": [
+        {"--data-parallel-sharding-strategy": name} for name in ("optim", "optim_grads", "optim_grads_params")
+    ],
+    "HSDP": [
+        {"--num-distributed-optimizer-instances": str(n) if n else None, "--outer-dp-sharding-strategy": outer}
+        for n, outer in ((None, None), *itertools.product((2, 4, 8, 16, 32), ("no_shard", "optim")))
+    ],
+    "context parallelism": _sizes("--context-parallel-size", (1, 2, 4, 8)),
+}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A command line, and what was predicted for it.
+
+    Attributes:
+        arguments: The script's.
+        changes: Values that differ from the user's.
+        step: The predicted step; None if none was predicted.
+        memory: Bytes of the device that it takes, with assumed overhead; predicted if there is a step, else estimated.
+        capacity: Bytes of the device.
+        refusal: The reason why it would not start; empty if it would.
+    """
+
+    arguments: tuple[str, ...]
+    changes: Change
+    step: CommandStep | None = None
+    memory: int = 0
+    capacity: int = 0
+    refusal: str = ""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the device has enough memory, and a step was predicted."""
+        return self.step is not None and self.memory <= self.capacity
+
+    @property
+    def text(self) -> str:
+        """The flags that differ."""
+        words = (
+            f"{flag} {value}".strip() if value is not None else f"without {flag}"
+            for flag, value in self.changes.items()
+        )
+        return " ".join(words) or "your command line"
+
+
+def with_changes(arguments: Sequence[str], changes: Change) -> tuple[tuple[str, ...], Change]:
+    """A command line with other values of some flags, and those of them that differ from before."""
+    found: list[str] = []
+    before: Change = dict.fromkeys(changes)
+    kept = True
+    for word in arguments:
+        if word.startswith("--"):
+            flag, _, given = word.partition("=")
+            kept = flag not in changes
+            if not kept:
+                before[flag] = given
+        elif not kept:
+            before[flag] = f"{before[flag]} {word}".strip()
+        if kept:
+            found.append(word)
+    for flag, value in changes.items():
+        found += [flag, *value.split()] if value is not None else []
+    ones = {flag for flag, value in before.items() if value == "1" and flag != "--micro-batch-size"}
+    differ = {flag: value for flag, value in changes.items() if value != (None if flag in ones else before[flag])}
+    return (tuple(found), differ) if differ else (tuple(arguments), {})
+
+
+def evaluate(script: Path, world_size: int, cluster: Cluster, candidate: Candidate) -> Candidate:
+    """Examine and predict a candidate, in a process that ran :func:`_start`."""
+    from megatron.fsdp.tools.examine import described, examine
+    from megatron.fsdp.tools.fit import CONTEXT, FRAGMENTATION, NCCL
+    from megatron.fsdp.tools.predict.command import predict_command
+
+    arguments, capacity = list(candidate.arguments), int(cluster.device.memory or 0)
+    known = dataclasses.replace(candidate, capacity=capacity)
+    report = examine(script, arguments, world_size, None, cluster.device.memory)
+    if not report.accepted or report.memory is None:
+        refusal = "; ".join([limit.setting for limit in report.limits]) or report.refusal or "no model was wrapped"
+        return dataclasses.replace(known, refusal=refusal)
+    if report.memory.total > MARGIN * capacity:
+        return dataclasses.replace(known, memory=report.memory.total)
+    try:
+        step = predict_command(script, arguments, report, cluster)
+    except Exception as error:  # noqa: BLE001 - the other candidates stand
+        return dataclasses.replace(known, refusal=f"not predicted: {described(error, script)}")
+    memory = int(sum(step.peak.values()) * (1 + FRAGMENTATION)) + CONTEXT + NCCL
+    return dataclasses.replace(known, step=step, memory=memory)
+
+
+def _start() -> None:
+    """Prepare a process for candidates: silent, one thread, and not ended by Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    silence = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silence, 1)
+    os.dup2(silence, 2)
+    prepare_megatron()
+
+
+class Search:
+    """A search from a command line.
+
+    Args:
+        script: A training script for Megatron.
+        arguments: Its command line.
+        world_size: Number of ranks.
+        cluster: Their GPUs.
+        goal: ``tokens_per_second``, or ``memory`` for the fewest bytes.
+        seconds: No more candidates are begun after this time.
+        on_found: Called with each candidate when it is known.
+
+    Attributes:
+        found: All candidates, the user's own line first.
+    """
+
+    def __init__(
+        self,
+        script: Path,
+        arguments: Sequence[str],
+        world_size: int,
+        cluster: Cluster,
+        goal: str,
+        seconds: float,
+        on_found: Callable[[Candidate], None],
+    ) -> None:
+        self._evaluate = functools.partial(evaluate, script, world_size, cluster)
+        self._own, self._end, self._on_found = tuple(arguments), time.monotonic() + seconds, on_found
+        self._by_memory = goal == "memory"
+        self._seen: set[frozenset[tuple[str, str | None]]] = set()
+        self.found: list[Candidate] = []
+
+    def run(self) -> None:
+        """Search until nothing improves or the time is up."""
+        context = multiprocessing.get_context("spawn")
+        pool = concurrent.futures.ProcessPoolExecutor(os.cpu_count(), context, _start)
+        try:
+            best: Change = {}
+            self._try(pool, [best])
+            for changes in self._neighbours():
+                self._try(pool, [best | change for change in changes])
+                if time.monotonic() > self._end:
+                    return
+                best = self.ordered()[0].changes
+        finally:
+            for process in list((getattr(pool, "_processes", None) or {}).values()):
+                process.kill()
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _neighbours(self) -> Iterator[list[Change]]:
+        """Changes to try together: of one setting after the other as long as that helps, and then of two at once."""
+        # An own line that does not start has no neighbours that are known to.
+        names = [name for name in SETTINGS if name != "expert parallelism" or "--num-experts" in self._own]
+        before = None
+        while (best := self.ordered()) and before != (before := best[0]):
+            yield from (SETTINGS[name] for name in names)
+        for one, other in itertools.combinations(names, 2) if best else ():
+            yield [a | b for a, b in itertools.product(SETTINGS[one], SETTINGS[other])]
+
+    def _try(self, pool: concurrent.futures.Executor, changes: list[Change]) -> None:
+        futures = []
+        for change in changes:
+            arguments, differ = with_changes(self._own, change)
+            if (key := frozenset(differ.items())) not in self._seen:
+                self._seen.add(key)
+                futures.append(pool.submit(self._evaluate, Candidate(arguments, differ)))
+        try:
+            for future in concurrent.futures.as_completed(
+                futures, max(self._end - time.monotonic(), 0) if self.found else None
+            ):
+                self.found.append(future.result())
+                self._on_found(self.found[-1])
+        except TimeoutError:
+            pass
+
+    def ordered(self) -> list[Candidate]:
+        """The candidates that would start, the best first."""
+        return sorted((each for each in self.found if not each.refusal), key=self._rank)
+
+    def _rank(self, each: Candidate) -> tuple[bool, float]:
+        if each.step is None or not each.fits or self._by_memory:
+            return not each.fits, each.memory
+        return False, each.step.seconds
+
+
+def table(found: Sequence[Candidate]) -> str:
+    """Candidates as text."""
+    rows = [("step, s", "tokens/s", "MFU", "GiB", "bound by", "changes")]
+    for each in found:
+        step = each.step
+        seen = (f"{step.seconds:.3f}", f"{step.tokens_per_second:,.0f}", f"{step.mfu:.1%}") if step else ("-", "-", "-")
+        bound = step.bound if each.fits and step else f"memory: {(each.memory - each.capacity) / GIB:.1f} GiB too much"
+        rows.append((*seen, f"{each.memory / GIB:.1f}", bound, each.text))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+def explained(own: Candidate, best: Candidate) -> str:
+    """Where the seconds of the user's own line go, next to those of the best one."""
+    if own.refusal or own.step is None or best.step is None:
+        return f"Your command line: {own.refusal or 'it does not fit'}"
+    parts = (f"{name} {own.step.parts[name]:.3f} -> {best.step.parts[name]:.3f}" for name in own.step.parts)
+    return f"Seconds of your command line -> of the best: {', '.join(parts)}"
