@@ -43,9 +43,9 @@ BUDGETS = {
     "megatron/fsdp/sharding": 710,
     "megatron/fsdp/state": 585,
     "megatron/fsdp/tools": 3_295,
-    "megatron/fsdp/tools/predict": 1_460,
+    "megatron/fsdp/tools/predict": 1_695,
     "megatron_fsdp": 150,
-    "tests": 39_370,
+    "tests": 39_410,
 }
 
 # Phrases, as regular expressions, and the word that people of this field search for.
