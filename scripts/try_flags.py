@@ -73,7 +73,9 @@ TRIED: dict[str, list[str]] = {
     "sequence_parallel": ["--sequence-parallel --tensor-model-parallel-size 2"],
     "context_parallel_size": ["--context-parallel-size 2"],
     "expert_model_parallel_size": [EXPERT_PARALLEL],
-    "expert_tensor_parallel_size": [f"{EXPERTS} --expert-tensor-parallel-size 1 --tensor-model-parallel-size 2"],
+    "expert_tensor_parallel_size": [
+        f"{EXPERTS} --expert-tensor-parallel-size 1 --tensor-model-parallel-size 2 --sequence-parallel"
+    ],
     "overlap_moe_expert_parallel_comm": [f"{EXPERT_PARALLEL} --overlap-moe-expert-parallel-comm --bf16"],
     "num_experts": [EXPERTS],
     "mtp_num_layers": ["--mtp-num-layers 1 --position-embedding-type rope"],
@@ -165,6 +167,15 @@ TRIED: dict[str, list[str]] = {
         "--bf16 --ddp-param-name-patterns-for-fp32-local-accumulation *router*"
     ],
     "num_distributed_optimizer_instances": ["--num-distributed-optimizer-instances 2"],
+    "expert_num_distributed_optimizer_instances": [f"{EXPERT_PARALLEL} --expert-num-distributed-optimizer-instances 1"],
+    "expert_data_parallel_sharding_strategy": [
+        f"{EXPERT_PARALLEL} --expert-data-parallel-sharding-strategy {each}"
+        for each in ("no_shard", "optim", "optim_grads")
+    ],
+    "expert_outer_dp_sharding_strategy": [
+        f"{EXPERTS} --num-distributed-optimizer-instances 2 --expert-outer-dp-sharding-strategy optim"
+    ],
+    "load_main_params_from_ckpt": ["--load {folder} --no-load-optim --load-main-params-from-ckpt"],
     "outer_dp_sharding_strategy": ["--num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim"],
     "fsdp_manual_registration": ["--use-nccl-ub --fsdp-manual-registration"],
     "cp_comm_type": ["--context-parallel-size 2 --cp-comm-type p2p"],
@@ -177,7 +188,7 @@ TRIED: dict[str, list[str]] = {
 }
 # FSDP's own settings: DDP is run without them.
 OF_FSDP = re.compile(
-    r"fsdp|nccl_ub|sharding_strategy|symmetric|suggested_communication|all_gather_group|sharding_in_hsdp"
+    r"fsdp|nccl_ub|expert_num_distributed|sharding_strategy|symmetric|suggested_communication|all_gather_group|sharding_in_hsdp"
 )
 
 
@@ -219,10 +230,16 @@ def _fragments(action: argparse.Action) -> list[str]:
 
 
 class Result(NamedTuple):
-    """Losses and norms of a run, and the arguments that were changed for want of a GPU."""
+    """Losses and norms of a run, the arguments that were changed for want of a GPU, and the log."""
 
     numbers: list[float] = []
     changed: frozenset[str] = frozenset()
+    said: str = ""
+
+    def state(self, name: str) -> str:
+        """What FSDP said of a setting."""
+        said = {"no effect": rf"\b{name}\b[^:\n]* has no effect", "adjusted": rf"\b{name} is set to"}
+        return next((state for state, pattern in said.items() if re.search(pattern, self.said)), "")
 
 
 @cache
@@ -238,7 +255,8 @@ def _numbers(kind: str, fragment: str) -> Result:
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if parallel else {}
     found = run(shlex.split(f"{MODEL} {kind} {fragment}"), 2, timeout=90, environment=environment)
     changed = ", ".join(re.findall(r"Arguments that were changed: (.*)\.", found.log)).split(", ")
-    return Result([number for each in found.iterations for number in (each.loss, each.grad_norm)], frozenset(changed))
+    numbers = [number for each in found.iterations for number in (each.loss, each.grad_norm)]
+    return Result(numbers, frozenset(changed), found.log)
 
 
 def _try(kind: str, fragment: str, folder: str) -> tuple[Result, str]:
@@ -261,21 +279,20 @@ def _reason(log: str) -> str:
 
 def try_flag(flag: str, dest: str, fragment: str, folder: str) -> Tried:
     """Train with DDP and with FSDP."""
-    of_fsdp = OF_FSDP.search(dest) is not None
-    (want, _), of_ddp = (_base(folder)[0], "") if of_fsdp else _try(DDP, fragment, folder)
-    (got, changed), error = _try(FSDP, fragment, folder)
-    states: dict[str, str] = {}
-    for table, state in ((IGNORED, "no effect"), (ADJUSTMENTS, "adjusted"), (LIMITS, "refused")):
-        states |= {row.setting.split()[0]: state for row in table}
-    listed = states.get(dest, states.get(dest.removeprefix("ddp_"), ""))
+    words = re.split(r"\s+(?=--)", fragment)
+    others = [word for word in words if not OF_FSDP.search(word.split()[0].replace("-", "_"))]
+    of_fsdp = OF_FSDP.search(dest) is not None and others in (words, [])
+    (want, *_), of_ddp = (_base(folder)[0], "") if of_fsdp else _try(DDP, " ".join(others), folder)
+    result, error = _try(FSDP, fragment, folder)
+    got = result.numbers
     if error:
         state = "refused" if _refuses(error, dest, fragment) else "fails as DDP" if of_ddp else "ERROR"
         return Tried(flag, fragment, state, error)
     if of_ddp:
         return Tried(flag, fragment, "FSDP alone", of_ddp)
     near = len(want) == len(got) and all(math.isclose(a, b, rel_tol=TOLERANCE) for a, b in zip(want, got, strict=True))
-    same = "off on a CPU" if changed - _base(folder)[1].changed else "works"
-    state = (listed if listed in ("adjusted", "no effect") else same) if near else "DIFFERS"
+    same = "off on a CPU" if result.changed - _base(folder)[1].changed else "works"
+    state = (result.state(dest.removeprefix("ddp_")) or same) if near else "DIFFERS"
     return Tried(flag, fragment, state, "" if near else f"{want} with DDP; {got} with FSDP")
 
 

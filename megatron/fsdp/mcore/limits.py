@@ -430,7 +430,7 @@ IGNORED: tuple[Rule, ...] = (
         Rule(
             f"{name} with one expert-parallel rank",
             "Megatron marks experts only with expert parallelism (expert_model_parallel_size)",
-            condition=_is_given(name, lambda s: (s["expert_model_parallel_size"] or 1) == 1),
+            condition=_is_given(name, lambda s: s["expert_model_parallel_size"] == 1),  # not that of an optimizer alone
         )
         for name in EXPERTS
     ),

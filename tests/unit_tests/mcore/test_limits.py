@@ -292,6 +292,15 @@ def test_settings_without_effect_are_logged_once(
     ]
 
 
+def test_the_optimizers_settings_alone_say_nothing_of_experts(caplog: pytest.LogCaptureFixture) -> None:
+    limits._log_once.cache_clear()
+    given = DistributedDataParallelConfig(data_parallel_sharding_strategy="optim")
+    given.expert_data_parallel_sharding_strategy = "optim_grads"
+    with caplog.at_level(logging.WARNING):
+        adjust(Settings(OptimizerConfig(), given))
+    assert "expert" not in caplog.text
+
+
 def test_megatrons_default_arguments_are_not_reported_as_ignored(caplog: pytest.LogCaptureFixture) -> None:
     limits._log_once.cache_clear()
     with caplog.at_level(logging.WARNING):
