@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from megatron.fsdp.tools.devices import GIB
 from megatron.fsdp.tools.predict import CommandStep
 from megatron.fsdp.tools.predict.machine import Cluster
@@ -27,6 +29,7 @@ Change = dict[str, str | None]
 RECOMPUTATION = "granularity", "method", "num-layers", "modules"
 # An estimate of memory this much above the device's size is taken as too large, without a prediction.
 MARGIN = 1.1
+MOST_PROCESSES = 8  # each takes about 2 GB
 
 
 def _sizes(flag: str, sizes: Iterable[int], with_flag: str = "") -> list[Change]:
@@ -148,6 +151,7 @@ def _start() -> None:
     silence = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silence, 1)
     os.dup2(silence, 2)
+    torch.set_num_threads(1)
     prepare_megatron()
 
 
@@ -186,7 +190,7 @@ class Search:
     def run(self) -> None:
         """Search until nothing improves or the time is up."""
         context = multiprocessing.get_context("spawn")
-        pool = concurrent.futures.ProcessPoolExecutor(os.cpu_count(), context, _start)
+        pool = concurrent.futures.ProcessPoolExecutor(min(os.cpu_count() or 1, MOST_PROCESSES), context, _start)
         try:
             best: Change = {}
             self._try(pool, [best])
