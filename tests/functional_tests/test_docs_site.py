@@ -163,6 +163,9 @@ def test_pictures_are_legible(site: Site) -> None:
     tab.goto(f"{site.address}guide/strategies.html")
     widths = tab.evaluate("[...document.querySelectorAll('article img')].map(i => i.getBoundingClientRect().width)")
     assert all(300 < width < PHONE["width"] for width in widths) and len(widths) == 2, widths
+    tab.goto(f"{site.address}trace.html")
+    assert tab.evaluate("document.querySelector('article img').getBoundingClientRect().width") == 900
+    assert tab.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
     tab.close()
 
 
