@@ -103,7 +103,8 @@ def write_inside(side: Side, when: str, grad: bool) -> Any:
     finally:
         handle.remove()
     side.written()
-    side.losses += [loss] if grad else []
+    # As written() says, the plain side of mixed precision has saved a cast: full precision raises in backward.
+    side.losses += [loss] if grad and not (when == "after" and side.setting.mixed) else []
     return loss
 
 
