@@ -45,7 +45,7 @@ BUDGETS = {
     "megatron/fsdp/tools": 3_295,
     "megatron/fsdp/tools/predict": 1_695,
     "megatron_fsdp": 150,
-    "tests": 39_415,
+    "tests": 39_430,
 }
 
 # Phrases, as regular expressions, and the word that people of this field search for.

@@ -66,7 +66,7 @@ class Unit:
 
     Attributes:
         children: Units inside this one, in the order of registration.
-        slot: The argument.
+        slot: The argument; None if no unshard allocates memory.
         temporary: Whether an unshard allocates memory that a reshard frees.
         quantized: Quantized compute weights, and how they are stored.
         is_directional: Forward and backward read different planes of quantized weights.
@@ -95,7 +95,7 @@ class Unit:
         self.quantized = [(storage, params) for storage, params in quantized if storage is not None]
         planes = [plane for group in groups for plane in group.weights.planes]
         self.is_directional = any(len(plane.directions) < len(Direction) for plane in planes)
-        self.slot = slot
+        self.slot = slot if self.temporary else None
         self.calls = 0
         self.calls_done = 0
         self.unwatched = False
