@@ -237,7 +237,7 @@ class Result(NamedTuple):
     said: str = ""
 
     def state(self, name: str) -> str:
-        """What FSDP said of a setting."""
+        """The state of a setting by what FSDP has logged of it."""
         said = {"no effect": rf"\b{name}\b[^:\n]* has no effect", "adjusted": rf"\b{name} is set to"}
         return next((state for state, pattern in said.items() if re.search(pattern, self.said)), "")
 

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from megatron.fsdp.tools.devices import GIB
-from megatron.fsdp.tools.predict import CommandStep, Topology, search
+from megatron.fsdp.tools.predict import Topology, search
 from megatron.fsdp.tools.predict.plan import Choice, Cluster, audit, candidates, cluster_of, main, ordered, plan, table
+from megatron.fsdp.tools.script import CommandStep
 from megatron.fsdp.tools.trace.timeline import Timeline
 from tests.models import Block, TinyModel
 

@@ -10,8 +10,8 @@ from megatron.fsdp.mcore.limits import Limit
 from megatron.fsdp.tools.devices import GIB
 from megatron.fsdp.tools.estimate import Estimate, usage
 from megatron.fsdp.tools.fit import CONTEXT, FRAGMENTATION, NCCL, Memory, Verdict
-from megatron.fsdp.tools.predict import CommandStep
 from megatron.fsdp.tools.recipes import Recipe
+from megatron.fsdp.tools.script import CommandStep
 
 HOW_TO_ASK = "add --gpu h100 or --device-memory 80GB (before the script) to compare with a device"
 

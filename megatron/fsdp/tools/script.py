@@ -1,12 +1,47 @@
-"""Command lines of the form ``[OPTIONS] [-m] SCRIPT ARGS...``, and running such a script as ``python`` does."""
+"""Command lines of the form ``[OPTIONS] [-m] SCRIPT ARGS...``: running them as ``python`` does, and their steps."""
 
 import argparse
 import runpy
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.fsdp.helpers.extras import require
+
+
+@dataclass(frozen=True)
+class CommandStep:
+    """One step of one rank.
+
+    Attributes:
+        seconds: Its time, with the pipeline's bubble.
+        bubble: Seconds that the pipeline takes to fill and to drain.
+        tokens_per_second: Of all ranks.
+        mfu: Floating-point operations of the model, without recomputation, as a part of the devices' peak.
+        waits: Seconds that the computation waits, by what it waits for.
+        peak: Bytes of tensors at the moment with the most, by category.
+        module: The module that computes at that moment.
+    """
+
+    seconds: float
+    bubble: float
+    tokens_per_second: float
+    mfu: float
+    waits: dict[str, float]
+    peak: dict[str, int]
+    module: str
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Seconds of the step by what takes them."""
+        compute = self.seconds - self.bubble - sum(self.waits.values())
+        return {"compute": compute, **self.waits, "pipeline bubble": self.bubble}
+
+    @property
+    def bound(self) -> str:
+        """The part that takes most of the step."""
+        return max(self.parts, key=lambda name: self.parts[name])
 
 
 def parser(command: str, description: str | None) -> argparse.ArgumentParser:

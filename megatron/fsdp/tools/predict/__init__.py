@@ -66,40 +66,6 @@ class Prediction:
     flops: int
 
 
-@dataclass(frozen=True)
-class CommandStep:
-    """One step of one rank.
-
-    Attributes:
-        seconds: Its time, with the pipeline's bubble.
-        bubble: Seconds that the pipeline takes to fill and to drain.
-        tokens_per_second: Of all ranks.
-        mfu: Floating-point operations of the model, without recomputation, as a part of the devices' peak.
-        waits: Seconds that the computation waits, by what it waits for.
-        peak: Bytes of tensors at the moment with the most, by category.
-        module: The module that computes at that moment.
-    """
-
-    seconds: float
-    bubble: float
-    tokens_per_second: float
-    mfu: float
-    waits: dict[str, float]
-    peak: dict[str, int]
-    module: str
-
-    @property
-    def parts(self) -> dict[str, float]:
-        """Seconds of the step by what takes them."""
-        compute = self.seconds - self.bubble - sum(self.waits.values())
-        return {"compute": compute, **self.waits, "pipeline bubble": self.bubble}
-
-    @property
-    def bound(self) -> str:
-        """The part that takes most of the step."""
-        return max(self.parts, key=lambda name: self.parts[name])
-
-
 def predict(  # noqa: PLR0913 - each is a part of the question
     model_fn: Callable[[], nn.Module],
     batch_fn: Callable[[], Any],

@@ -19,13 +19,13 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.fsdp.tools.examine import become_rank, forget, has_fused_attention, keep_to_itself, own_groups, replaced
-from megatron.fsdp.tools.predict import Clock, CommandStep, moments
+from megatron.fsdp.tools.predict import Clock, moments
 from megatron.fsdp.tools.predict.ghosts import Cost
 from megatron.fsdp.tools.predict.machine import Cluster
 from megatron.fsdp.tools.predict.play import Simulation, in_program_order
 from megatron.fsdp.tools.predict.record import LabelledMemory, Mark, Recorder
 from megatron.fsdp.tools.report import Report
-from megatron.fsdp.tools.script import run
+from megatron.fsdp.tools.script import CommandStep, run
 from megatron.fsdp.tools.trace.recorder import StepRecorder
 from megatron.fsdp.tools.trace.spans import Row, Span
 

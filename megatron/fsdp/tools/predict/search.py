@@ -20,9 +20,8 @@ from pathlib import Path
 import torch
 
 from megatron.fsdp.tools.devices import GIB
-from megatron.fsdp.tools.predict import CommandStep
 from megatron.fsdp.tools.predict.machine import Cluster
-from megatron.fsdp.tools.script import prepare_megatron
+from megatron.fsdp.tools.script import CommandStep, prepare_megatron
 
 # Values of flags: None leaves a flag out, and "" is one without a value.
 Change = dict[str, str | None]
