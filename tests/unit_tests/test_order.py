@@ -13,6 +13,7 @@ from torch import nn
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron_fsdp import fully_shard
 from tests.exchanges import both_exchanges, delayed, seen
+from tests.fuzz.network import WIDTH, Block, Embedding, Features, Net
 from tests.models import FP32_GRADS, STRATEGIES, TinyModel, assert_same_weights, batches, device, loss_of, shard
 from tests.ranks import DEVICE, RankPool
 
@@ -108,3 +109,28 @@ def test_ranks_may_call_a_unit_more_often_than_others(
     ranks: RankPool, lengths: list[tuple[int, int]], strategy: int
 ) -> None:
     ranks.run(2, _of_different_lengths, lengths, strategy)
+
+
+def _gathers_a_unit_again(order: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    plain = Net(Features(embedded=True)).to(device())
+    net = copy.deepcopy(plain)
+    model, _ = fully_shard(net, torch.optim.SGD(net.parameters(), lr=0.1), fsdp_unit_modules=[Block, Embedding])
+    batch = torch.randn(4, WIDTH, device=device())
+    # The gradients of the inputs tell when each call ends: the plan gathers the embedding twice.
+    model(batch.clone().requires_grad_(), (0, 1)).sum().backward()
+    plain(batch, (0, 1)).sum().backward()
+    mine = order if dist.get_rank() else (0, 1)
+    # Without them, a rank still holds it where ranks that run fewer blocks gather it again.
+    model(batch, mine).sum().backward()
+    plain(batch, mine).sum().backward()
+    for name, parameter in net.named_parameters():
+        wanted = plain.get_parameter(name)
+        grad = torch.zeros_like(wanted) if wanted.grad is None else wanted.grad
+        dist.all_reduce(grad)
+        torch.testing.assert_close(parameter.grad.full_tensor(), grad / dist.get_world_size())
+
+
+@pytest.mark.parametrize("order", [(), (0,), (1,)])
+def test_a_unit_that_some_ranks_still_hold_is_gathered_again(ranks: RankPool, order: tuple[int, ...]) -> None:
+    ranks.run(2, _gathers_a_unit_again, order)
