@@ -150,7 +150,7 @@ def _buffers(layers: int) -> tuple[list[int], list[float]]:
         patch.setattr(mm, "FullyShardedDataParallel", _fsdp(engines))
         assert _train("optim_grads_params", fsdp_double_buffer=True, **changes) == expected
         units = engines[0].units[1:]
-        return sorted(Counter(id(unit._slot) for unit in units).values()), expected
+        return sorted(Counter(id(unit.slot) for unit in units).values()), expected
 
 
 def _registered(layers: int, expected: list[list[float]]) -> list[Event]:
