@@ -247,7 +247,7 @@ REMEDIES = [
     Remedy(
         "unshards wait for their buffer",
         "runtime/plan.py",
-        " and self._units[unshard.unit_index].slot not in slots",
+        " and self._units[unshard.unit_index].slot not in self._slots[other.unit_index]",
         "",
         {"units": ("fine",), "double_buffer": (True,), "strategy": (3,)},
         ("apart", "backward", "forward"),

@@ -70,7 +70,8 @@ class Plan:
         self.requested = requested
         self.direction = Direction.FORWARD if order is None else Direction.BACKWARD
         self.order = order or list(range(len(requested)))
-        self.repeated = {index for index, op in enumerate(requested) if requested.index(op) < index}
+        first: dict[Op, int] = {}
+        self.repeated = {index for index, op in enumerate(requested) if first.setdefault(op, index) < index}
         self._position = {index: position for position, index in enumerate(self.order)}
         self.issued = 0
         self.done = 0
@@ -220,8 +221,7 @@ class Plans:
 
     def _may_overtake(self, unshard: Op, other: Op) -> bool:
         """Whether the other is a reduction, and neither its unit nor one around it has the slot of the unshard."""
-        slots = self._slots[other.unit_index]
-        return other.kind is OpKind.REDUCE and self._units[unshard.unit_index].slot not in slots
+        return other.kind is OpKind.REDUCE and self._units[unshard.unit_index].slot not in self._slots[other.unit_index]
 
     def _kept(self) -> list[Op]:
         """Units that keep their weights, and the one that forward ends with: unsharded when its backward begins."""

@@ -50,6 +50,11 @@ def memory(found: Usage, activations: int) -> Memory:
     return Memory(found.compute + found.main, found.gradients, found.optimizer, found.buffers, activations, overhead)
 
 
+def with_overhead(tensors: int) -> int:
+    """Bytes of a device that so many bytes of tensors take, with the assumed overhead."""
+    return int(tensors * (1 + FRAGMENTATION)) + CONTEXT + NCCL
+
+
 @dataclass(frozen=True)
 class Situation:
     """The properties that determine the memory of a pipeline stage.

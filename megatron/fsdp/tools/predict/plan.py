@@ -32,7 +32,7 @@ from megatron.fsdp.sharding.strategy import INNER
 from megatron.fsdp.tools import program, script
 from megatron.fsdp.tools.devices import GIB
 from megatron.fsdp.tools.estimate import AxisSizes, estimate_outline, outline, usage
-from megatron.fsdp.tools.fit import CONTEXT, FRAGMENTATION, NCCL
+from megatron.fsdp.tools.fit import with_overhead
 from megatron.fsdp.tools.predict import Calibration, Link, Prediction, Topology, calibrate, predict, search
 from megatron.fsdp.tools.predict.machine import SPEEDS, Cluster, cluster_of
 from megatron.fsdp.tools.progress import Progress
@@ -140,7 +140,7 @@ def plan(
         settings: dict[str, Any] = {"config": config, "units": units, "ranks": axes, "device": cluster.device}
         predicted = predict(model_fn, batch_fn, link=cluster.links(axes), **settings, **more)
         on_device = cluster.device.runs_ahead
-        taken = int(predicted.peak.total * (1 + FRAGMENTATION)) + CONTEXT + NCCL if on_device else predicted.peak.total
+        taken = with_overhead(predicted.peak.total) if on_device else predicted.peak.total
         found.append(Choice(name, arguments, axes, predicted, taken, cluster.device.memory))
         if on_choice is not None:
             on_choice(found[-1])
@@ -159,8 +159,7 @@ def table(choices: Sequence[Choice]) -> str:
         waits = sum(span.milliseconds for span in c.prediction.trace.spans if span.row is Row.WAITS)
         time, memory = f"{c.prediction.step_seconds * 1e3:.2f}", f"{c.memory / GIB:.2f}"
         rows.append((c.name, time, memory, f"{waits:.2f}", c.bound, c.verdict))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return search.aligned(rows)
 
 
 def audit(choice: Choice, path: Path) -> str:
@@ -236,11 +235,11 @@ def main() -> int:
     try:
         if options.script is not None:
             return _search_command(options)
-        search = _Search(options)
+        strategies = _Search(options)
         try:
-            choices = search.choices()
+            choices = strategies.choices()
         except NotImplementedError as error:
-            print(f"Without times and activations: {error}\n{search.table_without_activations()}")
+            print(f"Without times and activations: {error}\n{strategies.table_without_activations()}")
             return 0
         _print(options, choices)
     except (ValueError, OSError, KeyError) as error:

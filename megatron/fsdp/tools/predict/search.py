@@ -125,7 +125,7 @@ def with_changes(arguments: Sequence[str], changes: Change) -> tuple[tuple[str, 
 def evaluate(script: Path, world_size: int, cluster: Cluster, candidate: Candidate) -> Candidate:
     """Examine and predict a candidate, in a process that ran :func:`_start`."""
     from megatron.fsdp.tools.examine import described, examine
-    from megatron.fsdp.tools.fit import CONTEXT, FRAGMENTATION, NCCL
+    from megatron.fsdp.tools.fit import with_overhead
     from megatron.fsdp.tools.predict.command import predict_command
 
     arguments, capacity = list(candidate.arguments), int(cluster.device.memory or 0)
@@ -140,8 +140,7 @@ def evaluate(script: Path, world_size: int, cluster: Cluster, candidate: Candida
         step = predict_command(script, arguments, report, cluster)
     except Exception as error:  # noqa: BLE001 - the other candidates stand
         return dataclasses.replace(known, refusal=f"not predicted: {described(error, script)}")
-    memory = int(sum(step.peak.values()) * (1 + FRAGMENTATION)) + CONTEXT + NCCL
-    return dataclasses.replace(known, step=step, memory=memory)
+    return dataclasses.replace(known, step=step, memory=with_overhead(sum(step.peak.values())))
 
 
 def _start() -> None:
@@ -247,6 +246,11 @@ def table(found: Sequence[Candidate]) -> str:
         seen = (f"{step.seconds:.3f}", f"{step.tokens_per_second:,.0f}", f"{step.mfu:.1%}") if step else ("-", "-", "-")
         bound = step.bound if each.fits and step else f"memory: {(each.memory - each.capacity) / GIB:.1f} GiB too much"
         rows.append((*seen, f"{each.memory / GIB:.1f}", bound, each.text))
+    return aligned(rows)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of cells as columns of text."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 
