@@ -25,20 +25,18 @@ def _program(file: Path) -> Program:
     return module.PROGRAM
 
 
-# How many of the programs may be wrong.
-KNOWN = 0
-
-
 @pytest.mark.timeout(2000)
-def test_random_programs() -> None:
+@pytest.mark.parametrize("half", [0, 1])
+def test_random_programs(half: int) -> None:
     runner = Runner()
     try:
-        made = list(programs(300, 20, {}, list(KINDS)))
+        # Programs of the same ranks run in one batch.
+        made = sorted(programs(300, 20, {}, list(KINDS)), key=lambda program: program.setting[:2])[half::2]
         results = runner.results(made)
     finally:
         runner.pool.close()
     wrong = [result for result in results if result.verdict.kind != "right"]
-    assert len(wrong) <= KNOWN, "\n".join(f"{source(result)}# {result.verdict.what}" for result in wrong)
+    assert not wrong, "\n".join(f"{source(result)}# {result.verdict.what}" for result in wrong)
     steps, refused = sum(len(program.steps) for program in made), sum(len(result.refused) for result in results)
     assert refused <= 0.05 * steps
 

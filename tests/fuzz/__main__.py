@@ -6,11 +6,13 @@ import itertools
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from multiprocessing import get_context
 from pathlib import Path
 
 from . import remedies
 from .program import Program, programs
-from .runner import Result, Runner
+from .runner import Result, Runner, prepare, results_here
 from .steps import KINDS
 from .table import defect, frequencies, source, table
 
@@ -26,17 +28,15 @@ def main() -> int:
         dry = frequencies(made) if arguments.dry else ""
         print(dry or remedies.table(arguments.remedies, arguments.programs, arguments.seed, only, kinds))
         return 0
-    runner = Runner()
     start = time.time()
-    results = _run(runner, made, start + arguments.seconds)
+    results = _run(made, start + arguments.seconds)
     seconds = time.time() - start
     control: list[Result] = []
     if arguments.control:
-        torchs = Runner(torchs=True)
-        control = _run(torchs, (r.made for r in results if r.made.setting.in_torch), float("inf"))
-        torchs.pool.close()
+        control = _run((r.made for r in results if r.made.setting.in_torch), float("inf"), torchs=True)
     defects = _by_signature(results)
     text = table(results, control, seconds)
+    runner = Runner()
     for found in defects:
         text += defect(found, runner.reduce(_shortest(found), arguments.reduce))
     runner.pool.close()
@@ -75,18 +75,25 @@ def _shortest(found: list[Result]) -> Result:
     return min(found, key=lambda result: len(result.program.steps))
 
 
-def _run(runner: Runner, made: Iterator[Program], end: float) -> list[Result]:
+def _run(made: Iterator[Program], end: float, torchs: bool = False) -> list[Result]:
     results: list[Result] = []
     seen: set[tuple[str, str]] = {("right", "")}
-    while time.time() < end and (chunk := list(itertools.islice(made, 200))):
-        results += runner.results(chunk)
-        for result in results:
-            if result.signature not in seen:
-                print(source(result), file=sys.stderr)
-            seen.add(result.signature)
-        right = sum(result.verdict.kind == "right" for result in results)
-        print(f"{len(results)} programs, {right} right", file=sys.stderr, flush=True)
-    return results
+    # Ranks wait for each other half of their time: two groups of them use two cores.
+    with ProcessPoolExecutor(2, get_context("spawn"), prepare, (torchs,)) as pool:
+        running: set[Future[list[Result]]] = set()
+        while True:
+            while len(running) < 2 and time.time() < end and (chunk := list(itertools.islice(made, 100))):
+                running.add(pool.submit(results_here, chunk))
+            if not running:
+                return results
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            for result in (result for future in done for result in future.result()):
+                results.append(result)
+                if result.signature not in seen:
+                    print(source(result), file=sys.stderr)
+                seen.add(result.signature)
+            right = sum(result.verdict.kind == "right" for result in results)
+            print(f"{len(results)} programs, {right} right", file=sys.stderr, flush=True)
 
 
 def _setting(word: str) -> tuple[str, tuple[object, ...]]:

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.tensor._redistribute import _gen_transform_infos
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from megatron.fsdp.comm import gloo
 from megatron.fsdp.comm.streams import CollectiveMismatch, raise_if_ranks_disagree
@@ -108,6 +110,9 @@ def run(batch: list[Program], torchs: bool, folder: Path, seconds: int) -> list[
 
     A file per rank in ``folder`` says where it is, for whoever finds this process ended.
     """
+    # DTensor remembers the names of an earlier run's groups.
+    _clear_sharding_prop_cache()
+    _gen_transform_infos.cache_clear()
     notes = folder / str(dist.get_rank())
     trace = notes.with_suffix(".trace").open("w")
     gc.freeze()
@@ -123,7 +128,7 @@ def run(batch: list[Program], torchs: bool, folder: Path, seconds: int) -> list[
         if program.setting.mesh not in places:
             places[program.setting.mesh] = meshes(program.setting)
         late = program.setting.slow == "all" or (program.setting.slow == "first" and dist.get_rank() == 0)
-        with delayed(lambda: 0.004) if late else contextlib.nullcontext():
+        with delayed(lambda: 0.001) if late else contextlib.nullcontext():
             mine = _run(program, places[program.setting.mesh], torchs)
         try:
             raise_if_ranks_disagree()

@@ -22,6 +22,9 @@ REFUSALS = [
     if line and not line.startswith("#")
 ]
 
+# The ranks of this process, where it runs programs for another one.
+HERE: "Runner"
+
 
 class Result(NamedTuple):
     """A program as it was made, what is left of it, its verdict, and the dropped steps with the reasons.
@@ -65,9 +68,6 @@ class Runner:
         """
         self.pool.timeout = seconds * (2 + len(programs))
         try:
-            if programs[0].setting.mesh == "tp":
-                # torch's DTensor remembers the names of groups that have been destroyed.
-                self.pool.close()
             with contextlib.redirect_stdout(io.StringIO()), tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
                 try:
                     arguments = self.project, programs, self.torchs, Path(folder), seconds
@@ -128,6 +128,16 @@ class Runner:
             if other.signature == best.signature or other.verdict.kind == best.verdict.kind == "wrong":
                 best, waiting = other, _smaller(other.program)
         return best
+
+
+def prepare(torchs: bool) -> None:
+    """Have this process run programs for another one."""
+    global HERE
+    HERE = Runner(torchs)
+
+
+def results_here(programs: list[Program]) -> list[Result]:
+    return HERE.results(programs)
 
 
 def _lost(failure: str, said: set[str], traces: str) -> Verdict:
