@@ -26,8 +26,8 @@ def write(side: Side, how: str, what: str) -> None:
         if how == "foreach":
             torch._foreach_mul_(parameters, 0.5)
         for parameter in parameters:
-            # torch loses an assignment to .data of a DTensor.
-            lost = how == "data" and side.plain and hasattr(parameter, "to_local")
+            # torch loses an assignment to .data of its own DTensors, as before a marked model is sharded.
+            lost = how == "data" and hasattr(parameter, "to_local") and type(parameter).__name__ != "RaggedDTensor"
             _write("data_mul_" if lost else how, parameter)
 
 
