@@ -291,6 +291,7 @@ CASES = (
         bf16=True,
     ),
     Case("option", "built on the meta device", 2, "", SHARDED, only_fsdp=META),
+    Case("option", "multi-latent attention built on the meta device", 2, MLA, ONE, only_fsdp=META),
     Case("option", "built on the meta device, TP 2", 4, f"{TP} --sequence-parallel", ONE, only_fsdp=META),
     Case("option", "built on the meta device, TP 2, PP 2", 4, f"{TP} {PP} --sequence-parallel", ONE, only_fsdp=META),
     Case("option", "built on the meta device, EP 2", 4, f"{ALLTOALL} {EP}", ONE, only_fsdp=META),

@@ -191,6 +191,34 @@ def test_random_numbers_are_equal_if_units_are_in_building_order(ranks: RankPool
     ranks.run(2, _equal)
 
 
+class Base(nn.Module):
+    """A layer whose subclass replaces a part, as multi-latent attention in Megatron does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(6, 6)
+        nn.init.orthogonal_(torch.empty(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(x)
+
+
+class Latent(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(3, 6)
+        self.down = nn.Linear(6, 3)
+
+
+def _replaced() -> None:
+    _built_alike(lambda: nn.Sequential(Latent(), Latent()), [Latent])
+
+
+@numbers_of_the_host
+def test_layers_that_were_replaced_draw_random_numbers(ranks: RankPool) -> None:
+    ranks.run(2, _replaced)
+
+
 class HeadLast(nn.Module):
     """A model whose direct parameters are created after its layers."""
 

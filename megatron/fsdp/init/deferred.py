@@ -9,6 +9,7 @@ initialization from outside of a module is replayed as well. The approach is tha
 (https://github.com/pytorch/torchdistx), which is archived.
 """
 
+import bisect
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -90,6 +91,11 @@ class _Operation:
     context: ContextFactory
 
     @property
+    def is_random(self) -> bool:
+        """Whether it may draw random numbers. Recorded functions of torch.nn.init have no tags."""
+        return torch.Tag.nondeterministic_seeded in getattr(self.function, "tags", [torch.Tag.nondeterministic_seeded])
+
+    @property
     def reads(self) -> list[int]:
         """Storages of the arguments."""
         return [value.storage for value in tree_flatten(self.arguments)[0] if isinstance(value, _MetaView)]
@@ -123,6 +129,18 @@ class _Tape:
         self.storages.append(storage)
         return True
 
+    def needed(self, storages: list[int], end: int) -> set[int]:
+        """The operations before ``end`` that the storages' values depend on: writes to them and to what these read."""
+        found: set[int] = set()
+        pending = [(storage, end) for storage in storages]
+        while pending:
+            storage, end = pending.pop()
+            for number in self.writes.get(storage, []):
+                if number < end and number not in found:
+                    found.add(number)
+                    pending += [(read, number) for read in self.operations[number].reads]
+        return found
+
 
 class Recipe:
     """The operations that initialize one tensor.
@@ -135,6 +153,7 @@ class Recipe:
         first: Index of the operation that created the tensor.
         complete: False if the tensor depends on operations that were not recorded.
         gives_values: False if the tensor was allocated and never initialized.
+        discarded: Operations that drew random numbers for tensors which the model does not have, before this one.
     """
 
     def __init__(self, tape: _Tape, tensor: torch.Tensor) -> None:
@@ -143,6 +162,7 @@ class Recipe:
         self._dtype = tensor.dtype
         self._written = tape.writes.get(self._view.storage, [])
         self.first = min(self._written, default=0)
+        self.discarded: set[int] = set()
         self.gives_values = any(tape.operations[number].function not in _EMPTY for number in self._written)
         read = {storage for number in self._needed() for storage in tape.operations[number].reads}
         self.complete = bool(self._written) and all(tape.writes[storage] for storage in read)
@@ -198,15 +218,27 @@ class Recipe:
 
     def _needed(self) -> set[int]:
         """The operations that the tensor depends on: writes to its storage, and earlier writes to what these read."""
-        found: set[int] = set()
-        pending = [(self._view.storage, len(self._tape.operations))]
-        while pending:
-            storage, end = pending.pop()
-            for number in self._tape.writes.get(storage, []):
-                if number < end and number not in found:
-                    found.add(number)
-                    pending += [(read, number) for read in self._tape.operations[number].reads]
-        return found
+        return self._tape.needed([self._view.storage], len(self._tape.operations))
+
+    @staticmethod
+    def keep_discarded(recipes: Sequence["Recipe"]) -> None:
+        """Have each recipe of a model draw the random numbers that were drawn before it for nothing in the model.
+
+        A module may replace another one, as multi-latent attention does with a layer of its base class.
+        """
+        if not recipes:
+            return
+        tape, each = recipes[0]._tape, [(recipe._needed(), recipe) for recipe in recipes]
+        needed = set[int]().union(*(numbers for numbers, _ in each))
+        random = [number for number, operation in enumerate(tape.operations) if operation.is_random]
+        # Those that draw themselves: buffers, which rarely do, are not initialized in this order.
+        drawing = [recipe for numbers, recipe in each if not numbers.isdisjoint(random)]
+        ordered = sorted(drawing, key=lambda recipe: recipe.first)
+        for number in random:
+            if number not in needed:
+                after = bisect.bisect(ordered, number, key=lambda recipe: recipe.first)
+                if after < len(ordered):
+                    ordered[after].discarded |= {number, *tape.needed(tape.operations[number].reads, number)}
 
 
 def _name(operation: _Operation) -> str:
@@ -234,7 +266,7 @@ def _random_numbers_of(number: int, device: torch.device) -> Iterator[None]:
 
 
 def _run(tape: _Tape, recipes: dict[int, Recipe], device: torch.device) -> Iterator[tuple[int, torch.Tensor]]:
-    numbers = sorted({number for recipe in recipes.values() for number in recipe._needed()})
+    numbers = sorted(set[int]().union(*(recipe._needed() | recipe.discarded for recipe in recipes.values())))
     ready: dict[int, list[int]] = {}
     for i, recipe in recipes.items():
         ready.setdefault(recipe._written[-1], []).append(i)
@@ -407,6 +439,7 @@ def record(build: Callable[[], Any], context_of: Callable[[], ContextFactory]) -
     """
     with _recording(context_of) as recorder, _OnMeta():
         built = build()
+    found: list[Recipe] = []
     for model in built if isinstance(built, (list, tuple)) else [built]:
         for module in model.modules():
             own = {**module._parameters, **module._buffers}
@@ -415,6 +448,8 @@ def record(build: Callable[[], Any], context_of: Callable[[], ContextFactory]) -
                 for name, tensor in own.items()
                 if tensor is not None and tensor.is_meta
             }
+            found += filter(None, recipes(module).values())
+    Recipe.keep_discarded(found)
     return built
 
 
