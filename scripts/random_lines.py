@@ -21,9 +21,10 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -45,7 +46,7 @@ NO_AUX = "--moe-router-load-balancing-type none"
 LATENT = re.sub(r" --(normalization \S+|swiglu|disable-bias-linear|position-embedding-type \S+)", "", MLA)
 
 # What a line chooses from; the first one is the plainest, and frequent ones stand more than once.
-MODEL = {
+MODEL: dict[str, Sequence[Any]] = {
     "layers": ["--num-layers 2", "--num-layers 2", "--num-layers 4"],
     "width": ["--hidden-size 64 --ffn-hidden-size 96", "--hidden-size 60 --ffn-hidden-size 172"],
     "vocabulary": [
@@ -80,13 +81,13 @@ MODEL = {
         f"{EXPERTS} alltoall {NO_AUX} --moe-shared-expert-intermediate-size 32 --moe-shared-expert-gate",
         f"{EXPERTS} alltoall {NO_AUX} --moe-router-score-function sigmoid --moe-router-enable-expert-bias",
         f"{EXPERTS} alltoall {NO_AUX} --moe-layer-freq ([0,1]*2)[:LAYERS]",
-        f"{EXPERTS} alltoall {NO_AUX} --moe-ffn-hidden-size 40 --moe-latent-size 32",
+        f"{EXPERTS} alltoall {NO_AUX} --moe-ffn-hidden-size 40",
         f"{EXPERTS} alltoall {NO_AUX} --moe-grouped-gemm",
     ],
     "further tokens": ["", "", "", "", "--mtp-num-layers 1"],
     "residual": ["", "", "", "--fp32-residual-connection"],
 }
-LOOP = {
+LOOP: dict[str, Sequence[Any]] = {
     "optimizer": [
         "",
         "",
@@ -118,7 +119,7 @@ LOOP = {
 }
 TP, PP, CP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2", "--context-parallel-size 2"
 SP, EP = "--sequence-parallel", "--expert-model-parallel-size 2"
-PLACE = {
+PLACE: dict[str, Sequence[Any]] = {
     "ranks": [2, 2, 4, 4, 4],
     "parallel": [
         "",
@@ -134,7 +135,7 @@ PLACE = {
     ],
     "expert parallel": ["", EP],
 }
-SHARDED = {
+SHARDED: dict[str, Sequence[Any]] = {
     "strategy": [*STRATEGIES, "optim_grads_params", "optim_grads_params"],
     "overlap": ["", "--overlap-grad-reduce --overlap-param-gather"],
     "instances": [
@@ -147,8 +148,8 @@ SHARDED = {
     "start": ["", "", "--init-model-with-meta-device"],
     "dtypes": ["", "", "", "--megatron-fsdp-main-params-dtype fp32 --megatron-fsdp-main-grads-dtype fp32"],
 }
-CHECKPOINT = {"source": ["fsdp", "fsdp", "ddp"], "moved": [True, True, False]}
-CHOICES = {
+CHECKPOINT: dict[str, Sequence[Any]] = {"source": ["fsdp", "fsdp", "ddp"], "moved": [True, True, False]}
+CHOICES: dict[str, Sequence[Any]] = {
     **MODEL,
     **LOOP,
     **PLACE,
@@ -158,6 +159,9 @@ CHOICES = {
 }
 # Relative differences of losses and norms. Rounding to bf16 depends on the order of sums.
 TOLERANCES = {"": (2e-5, 2e-4), "--bf16": (4e-3, 1e-1)}
+
+# Errors of Megatron's own that only FSDP's flags lead to.
+REFUSALS = "not supported or necessary for the 'no_shard'|[Ss]hould be divisible by partial DistOpt shard factor|data parallel size should be divisible"
 
 Choice = dict[str, str | int | bool]
 
@@ -255,7 +259,7 @@ def _failed(where: str, failure: RunFailure) -> Verdict:
     from megatron.fsdp.mcore.limits import LIMITS
 
     reason, text = last_line(failure), str(failure)
-    known = any(limit.setting in text and limit.remedy[:40] in text for limit in LIMITS)
+    known = re.search(REFUSALS, text) or any(x.setting in text and x.remedy[:40] in text for x in LIMITS)
     return Verdict("refused" if known else "ERROR", f"{where}: {reason}")
 
 
