@@ -161,7 +161,7 @@ CHOICES: dict[str, Sequence[Any]] = {
 TOLERANCES = {"": (2e-5, 2e-4), "--bf16": (4e-3, 1e-1)}
 
 # Errors of Megatron's own that only FSDP's flags lead to.
-REFUSALS = "not supported or necessary for the 'no_shard'|[Ss]hould be divisible by partial DistOpt shard factor|data parallel size should be divisible"
+REFUSALS = "not supported or necessary for the 'no_shard'|should be divisible by partial DistOpt shard factor"
 
 Choice = dict[str, str | int | bool]
 
