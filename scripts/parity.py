@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.fsdp.tools.compare_runs import relative  # noqa: E402
 from scripts.parity_cases import CASES, STRATEGIES, Case  # noqa: E402
-from scripts.real_loop import Run, RunFailure, run  # noqa: E402
+from scripts.real_loop import Run, RunFailure, reason, run  # noqa: E402
 
 DDP = ["--use-distributed-optimizer"]
 # Megatron requires it for tensor and context parallelism with DDP, and forbids it with FSDP.
@@ -168,7 +168,7 @@ def compare(case: Case, corpus: Path, iterations: int, strategies: tuple[str, ..
     try:
         references = [train(case, corpus, iterations, order) for order in orders]
     except RunFailure as failure:
-        yield from (Result(case, s, failure=f"DDP: {last_line(failure)}") for s in strategies)
+        yield from (Result(case, s, failure=f"DDP: {reason(str(failure))}") for s in strategies)
         return
     own = [Difference.between(a, b).mean_loss for a, b in itertools.combinations(references, 2)]
     for strategy in strategies:
@@ -176,17 +176,11 @@ def compare(case: Case, corpus: Path, iterations: int, strategies: tuple[str, ..
         try:
             ours = train(case, corpus, iterations, [*flags, *case.only_fsdp.split()])
         except RunFailure as failure:
-            yield Result(case, strategy, failure=last_line(failure))
+            yield Result(case, strategy, failure=reason(str(failure)))
             continue
         differences = [Difference.between(reference, ours) for reference in references]
         nearest = min(differences, key=lambda difference: difference.mean_loss)
         yield Result(case, strategy, nearest, max(own, default=None))
-
-
-def last_line(failure: RunFailure) -> str:
-    """Return the error message without the log before it."""
-    lines = [line.strip() for line in str(failure).splitlines() if "Error" in line or "error:" in line]
-    return (lines or str(failure).splitlines())[-1][:300]
 
 
 def as_markdown(results: list[Result], iterations: int) -> str:

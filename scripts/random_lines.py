@@ -29,9 +29,9 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.fsdp.tools.compare_runs import relative  # noqa: E402
-from scripts.parity import DDP, DDP_ENVIRONMENT, last_line, write_corpus  # noqa: E402
+from scripts.parity import DDP, DDP_ENVIRONMENT, write_corpus  # noqa: E402
 from scripts.parity_cases import MLA, STRATEGIES  # noqa: E402
-from scripts.real_loop import Iteration, RunFailure, run  # noqa: E402
+from scripts.real_loop import Iteration, RunFailure, limits_in, reason, run  # noqa: E402
 
 ALWAYS = (
     "--seq-length 48 --max-position-embeddings 48 --micro-batch-size 1 --train-iters 4 --lr 2e-3 --lr-warmup-iters 1 "
@@ -66,7 +66,7 @@ MODEL: dict[str, Sequence[Any]] = {
         f"{LATENT} --qk-layernorm",
         f"{GQA} --attention-output-gate",
         "--softmax-type learnable",
-        "--multi-query-attention-of-one-group",
+        "--group-query-attention --num-query-groups 1",
     ],
     "position": ["", "--position-embedding-type rope", "--position-embedding-type none"],
     "embeddings": ["", "--untie-embeddings-and-output-weights"],
@@ -80,7 +80,7 @@ MODEL: dict[str, Sequence[Any]] = {
         f"{EXPERTS} alltoall {NO_AUX} --moe-shared-expert-intermediate-size 32",
         f"{EXPERTS} alltoall {NO_AUX} --moe-shared-expert-intermediate-size 32 --moe-shared-expert-gate",
         f"{EXPERTS} alltoall {NO_AUX} --moe-router-score-function sigmoid --moe-router-enable-expert-bias",
-        f"{EXPERTS} alltoall {NO_AUX} --moe-layer-freq ([0,1]*2)[:LAYERS]",
+        f"{EXPERTS} alltoall {NO_AUX} --moe-layer-freq 2",
         f"{EXPERTS} alltoall {NO_AUX} --moe-ffn-hidden-size 40",
         f"{EXPERTS} alltoall {NO_AUX} --moe-grouped-gemm",
     ],
@@ -207,11 +207,7 @@ def arguments(line: Choice, then: str = "") -> tuple[list[str], int]:
         str(split) if experts else "",
         f"--num-attention-heads 4 --global-batch-size {4 * int(line['batch'])}",
     ]
-    text = f"{ALWAYS} {' '.join(words)}".replace(
-        "--multi-query-attention-of-one-group", "--group-query-attention --num-query-groups 1"
-    )
-    layers = re.findall(r"--num-layers (\d)", text)[0]
-    return text.replace("([0,1]*2)[:LAYERS]", "([0,1]*2)" if layers == "4" else "([0,1])").split(), int(ranks)
+    return f"{ALWAYS} {' '.join(words)}".split(), int(ranks)
 
 
 def of_fsdp(line: Choice, then: str = "") -> list[str]:
@@ -229,7 +225,7 @@ def train(line: Choice, corpus: Path, folder: Path) -> Verdict:
     try:
         want = run([*shared, *ddp, "--save", f"{folder}/ddp"], ranks, 120, DDP_ENVIRONMENT).iterations
     except RunFailure as failure:
-        return Verdict("invalid", last_line(failure))
+        return Verdict("invalid", reason(str(failure)))
     try:
         got = run([*shared, *of_fsdp(line), "--save", f"{folder}/fsdp"], ranks, 120).iterations
     except RunFailure as failure:
@@ -247,20 +243,17 @@ def train(line: Choice, corpus: Path, folder: Path) -> Verdict:
         return _failed("resuming", failure)
     text = _difference(want[2:], got, line)
     if text and moved:
-        # Megatron's own experts differ between topologies: DDP says what the same weights give in this one.
+        # A padded row of the vocabulary counts in the loss: DDP says what the same weights give in this topology.
         with contextlib.suppress(RunFailure):
             want = run([*shared, f"{folder}/ddp", *ddp, "--no-load-optim"], ranks, 120, DDP_ENVIRONMENT).iterations
-            if not _difference(want[:1], got[:1], line | {"clip": "--clip-grad 0"}):
+            if relative(want[0].loss, got[0].loss) <= TOLERANCES[str(line["precision"])][0]:
                 return Verdict("right", "after the checkpoint, the loss is that of DDP's own checkpoint")
     return Verdict("DIFFERS", f"resuming: {text}") if text else Verdict("right")
 
 
 def _failed(where: str, failure: RunFailure) -> Verdict:
-    from megatron.fsdp.mcore.limits import LIMITS
-
-    reason, text = last_line(failure), str(failure)
-    known = re.search(REFUSALS, text) or any(x.setting in text and x.remedy[:40] in text for x in LIMITS)
-    return Verdict("refused" if known else "ERROR", f"{where}: {reason}")
+    text = str(failure)
+    return Verdict("refused" if re.search(REFUSALS, text) or limits_in(text) else "ERROR", f"{where}: {reason(text)}")
 
 
 def _difference(want: list[Iteration], got: list[Iteration], line: Choice) -> str:

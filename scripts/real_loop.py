@@ -66,6 +66,20 @@ class Run:
     log: str
 
 
+def reason(log: str) -> str:
+    """The first error in a log that is not about another rank's end."""
+    errors = re.findall(r"^(?:\[rank\d+\]: *)?((?:[\w.]*(?:Error|Exception|Exit)\b|.*error: ).*)$", log, re.MULTILINE)
+    own = [error for error in errors if not re.search("Connection|DistNetwork|DistStore|RunFailure", error)]
+    return (own or errors or log.strip().splitlines())[0].strip()[:300]
+
+
+def limits_in(error: str) -> list[Any]:
+    """The rows of docs/limits.md that an error quotes."""
+    from megatron.fsdp.mcore.limits import LIMITS
+
+    return [limit for limit in LIMITS if limit.setting in error and limit.remedy[:40] in error]
+
+
 def run(
     arguments: list[str], ranks: int, timeout: float = 300.0, environment: Mapping[str, str] = MappingProxyType({})
 ) -> Run:

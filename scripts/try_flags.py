@@ -31,7 +31,7 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.flag_table import parser, read_for_fsdp  # noqa: E402
-from scripts.real_loop import RunFailure, run  # noqa: E402
+from scripts.real_loop import RunFailure, limits_in, reason, run  # noqa: E402
 
 # isort: split
 # After flag_table, which lets Megatron run on a CPU.
@@ -267,14 +267,7 @@ def _try(kind: str, fragment: str, folder: str) -> tuple[Result, str]:
         try:
             return _numbers(kind, fragment.replace("{folder}", place)), ""
         except RunFailure as failure:
-            return Result(), _reason(str(failure))
-
-
-def _reason(log: str) -> str:
-    """The first error that is not about another rank's end."""
-    errors = re.findall(r"^(?:\[rank\d+\]: *)?((?:[\w.]*(?:Error|Exception|Exit)\b|.*error: ).*)$", log, re.MULTILINE)
-    own = [error for error in errors if not re.search("Connection|DistNetwork|DistStore|RunFailure", error)]
-    return (own or errors or log.strip().splitlines())[0].strip()[:300]
+            return Result(), reason(str(failure))
 
 
 def try_flag(flag: str, dest: str, fragment: str, folder: str) -> Tried:
@@ -300,8 +293,7 @@ def _refuses(error: str, dest: str, fragment: str) -> bool:
     """Whether an error is that of a limit that names the flag, or another one of the fragment."""
     given = {dest, *(word[2:].replace("-", "_") for word in fragment.split() if word.startswith("--"))}
     names = given | {name.removeprefix("ddp_") for name in given}
-    limits = [limit for limit in LIMITS if limit.setting in error and limit.remedy[:40] in error]
-    return any(names & set(limit.setting.split()) for limit in limits)
+    return any(names & set(limit.setting.split()) for limit in limits_in(error))
 
 
 def as_markdown(tried: list[Tried]) -> str:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts import parity
+from scripts import parity, random_lines
 from scripts.parity_cases import CASES, STRATEGIES, Case
 from scripts.real_loop import RunFailure, run
 
@@ -36,6 +36,13 @@ def test_loss_and_gradient_norm_agree_with_ddp(name: str, strategies: tuple[str,
     results = list(parity.compare(of_name(name), corpus, 4, strategies))
     assert len(results) == len(strategies)
     assert all(result.good for result in results), [result.text for result in results]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("more", "state"), [("", "right"), ("--lr 2.01e-3", "DIFFERS"), ("--lr none", "ERROR")])
+def test_a_random_line(more: str, state: str, corpus: Path, tmp_path: Path) -> None:
+    line = {name: choices[0] for name, choices in random_lines.CHOICES.items()} | {"overlap": more}
+    assert random_lines.train(line, corpus, tmp_path).state == state
 
 
 @pytest.mark.slow

@@ -27,6 +27,11 @@ def full(tensor: Any) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
+def is_sharded(tensor: Any) -> bool:
+    """Whether the engine has sharded a tensor. By name: programs may run with the engine of another folder."""
+    return type(tensor).__name__ == "RaggedDTensor"
+
+
 class Shard(NamedTuple):
     """This rank's part of a tensor, which is compared with the same part of the plain one."""
 
@@ -249,7 +254,7 @@ class Sharded(Side):
 
     def seen(self, tensor: torch.Tensor) -> Any:
         """This rank's part of a sharded tensor: gathering every tensor takes most of a program's time."""
-        if type(tensor).__name__ != "RaggedDTensor":
+        if not is_sharded(tensor):
             return super().seen(tensor)
         from megatron.fsdp.dtensor.placements import local_slice
 

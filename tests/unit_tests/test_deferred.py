@@ -191,6 +191,17 @@ def test_random_numbers_are_equal_if_units_are_in_building_order(ranks: RankPool
     ranks.run(2, _equal)
 
 
+def test_what_is_drawn_for_a_tensor_from_outside_is_left_out() -> None:
+    outside = torch.empty(3, device="meta")
+
+    def build() -> nn.Module:
+        return nn.Sequential(Filled(outside.normal_), Filled(lambda: torch.ones(2)), Filled(lambda: torch.randn(2)))
+
+    unknown, *known = [recipes(module)["value"] for module in deferred_init(build)]
+    assert unknown is None
+    assert [recipe.run(torch.device("cpu")).shape for recipe in known if recipe] == [(2,), (2,)]
+
+
 class Base(nn.Module):
     """A layer whose subclass replaces a part, as multi-latent attention in Megatron does."""
 

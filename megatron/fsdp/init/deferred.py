@@ -141,6 +141,11 @@ class _Tape:
                     pending += [(read, number) for read in self.operations[number].reads]
         return found
 
+    def is_known(self, numbers: set[int]) -> bool:
+        """Whether all that these operations read or write was created in the recording."""
+        reads = ((read, number) for number in numbers for read in self.operations[number].reads)
+        return all(self.writes[read] and self.writes[read][0] < number for read, number in reads)
+
 
 class Recipe:
     """The operations that initialize one tensor.
@@ -164,8 +169,7 @@ class Recipe:
         self.first = min(self._written, default=0)
         self.discarded: set[int] = set()
         self.gives_values = any(tape.operations[number].function not in _EMPTY for number in self._written)
-        read = {storage for number in self._needed() for storage in tape.operations[number].reads}
-        self.complete = bool(self._written) and all(tape.writes[storage] for storage in read)
+        self.complete = bool(self._written) and tape.is_known(self._needed())
 
     def draw(self, part: torch.Tensor, begin: int, number: int, device: torch.device) -> None:
         """Initialize a part of the tensor, with other random numbers than those of the full tensor.
@@ -234,11 +238,11 @@ class Recipe:
         # Those that draw themselves: buffers, which rarely do, are not initialized in this order.
         drawing = [recipe for numbers, recipe in each if not numbers.isdisjoint(random)]
         ordered = sorted(drawing, key=lambda recipe: recipe.first)
-        for number in random:
-            if number not in needed:
-                after = bisect.bisect(ordered, number, key=lambda recipe: recipe.first)
-                if after < len(ordered):
-                    ordered[after].discarded |= {number, *tape.needed(tape.operations[number].reads, number)}
+        for number in (number for number in random if number not in needed):
+            numbers = {number, *tape.needed(tape.operations[number].reads, number)}
+            after = bisect.bisect(ordered, number, key=lambda recipe: recipe.first)
+            if after < len(ordered) and tape.is_known(numbers):
+                ordered[after].discarded |= numbers
 
 
 def _name(operation: _Operation) -> str:

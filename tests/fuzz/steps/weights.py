@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..sides import Side, full, full_local
+from ..sides import Side, full, full_local, is_sharded
 from .kinds import PARTS, step
 
 WRITES = ("zero_", "copy_", "data_mul_", "data", "init", "foreach", "to_local", "old", "broadcast")
@@ -27,7 +27,7 @@ def write(side: Side, how: str, what: str) -> None:
             torch._foreach_mul_(parameters, 0.5)
         for parameter in parameters:
             # torch loses an assignment to .data of its own DTensors, as before a marked model is sharded.
-            lost = how == "data" and hasattr(parameter, "to_local") and type(parameter).__name__ != "RaggedDTensor"
+            lost = how == "data" and hasattr(parameter, "to_local") and not is_sharded(parameter)
             _write("data_mul_" if lost else how, parameter)
 
 
