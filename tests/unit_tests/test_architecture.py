@@ -31,7 +31,7 @@ BUDGETS = {
     "megatron/fsdp/dtensor": 1_085,
     "megatron/fsdp/fsdp2": 650,
     "megatron/fsdp/helpers": 340,
-    "megatron/fsdp/init": 435,
+    "megatron/fsdp/init": 456,
     "megatron/fsdp/integrations": 520,
     "megatron/fsdp/mcore": 2_630,
     "megatron/fsdp/mcore/cpu": 730,
@@ -45,7 +45,7 @@ BUDGETS = {
     "megatron/fsdp/tools": 3_310,
     "megatron/fsdp/tools/predict": 1_680,
     "megatron_fsdp": 150,
-    "tests": 39_515,
+    "tests": 39_529,
 }
 
 # Phrases, as regular expressions, and the word that people of this field search for.

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from megatron.fsdp import deferred_init
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.init.deferred import recipes
-from megatron_fsdp import MegatronFSDP, fully_shard_model
+from megatron_fsdp import fully_shard_model
 from tests.models import STRATEGIES, assert_same_weights, device, main_weights
 from tests.ranks import RankPool
 
@@ -167,28 +167,20 @@ def test_sharded_model_is_initialized_as_it_was_built(ranks: RankPool, world_siz
     ranks.run(world_size, _build, strategy)
 
 
-def _built_alike(build: Callable[[], nn.Module], units: list[Any]) -> MegatronFSDP:
-    """Shard the model, and check that its weights equal those of a model built from the same random state."""
+def _built_alike(build: Callable[[], nn.Module], units: list[Any]) -> list[str]:
+    """Check that the sharded model is as if built on the device from the same random state. Returns names of units."""
     torch.manual_seed(SEED)
     reference = build()
+    next_number = torch.rand(())
     torch.manual_seed(SEED)
     sharded = fully_shard_model(
         deferred_init(build), fsdp_unit_modules=units, init_model_with_meta_device=True, device=device()
     )
     assert_same_weights(sharded, reference, tolerance=0)
-    return sharded
-
-
-def _equal() -> None:
-    def build() -> nn.Module:
-        return nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.MultiheadAttention(6, 2)) for _ in range(3)))
-
-    _built_alike(build, ["Sequential"])
-
-
-@numbers_of_the_host
-def test_random_numbers_are_equal_if_units_are_in_building_order(ranks: RankPool) -> None:
-    ranks.run(2, _equal)
+    for buffer, expected in zip(sharded.module.buffers(), reference.buffers(), strict=True):
+        assert torch.equal(buffer, expected)
+    assert torch.rand(()) == next_number
+    return sharded.engine.unit_names
 
 
 def test_what_is_drawn_for_a_tensor_from_outside_is_left_out() -> None:
@@ -221,13 +213,60 @@ class Latent(Base):
         self.down = nn.Linear(6, 3)
 
 
-def _replaced() -> None:
-    _built_alike(lambda: nn.Sequential(Latent(), Latent()), [Latent])
+class Around(nn.Module):
+    """Draws for itself before, between and after its layers, whose numbers it replaces, and ends with one for nothing.
+
+    The layers are registered in another order than that in which they are built.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("noise", torch.randn(4))
+        self.gate = nn.Parameter(torch.rand(3))
+        last, first = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.layers = nn.Sequential(first, last)
+        self.copied = nn.Parameter(last.weight.detach() * torch.rand_like(self.gate).sum())
+        self.head = nn.Linear(6, 3)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight)
+        nn.init.orthogonal_(self.head.weight)
+        torch.rand(7)
+
+
+def _llama() -> nn.Module:
+    import transformers
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=97, initializer_range=0.05, **sizes))
+
+
+def _attention() -> nn.Module:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.MultiheadAttention(6, 2)) for _ in range(3)))
+
+
+def _latent() -> nn.Module:
+    return nn.Sequential(Latent(), Latent())
 
 
 @numbers_of_the_host
-def test_layers_that_were_replaced_draw_random_numbers(ranks: RankPool) -> None:
-    ranks.run(2, _replaced)
+@pytest.mark.parametrize(
+    ("build", "units"),
+    [
+        (_attention, ["Sequential"]),
+        (_latent, [Latent]),
+        (Around, [nn.Linear]),
+        (Around, [nn.Sequential]),
+        (_llama, ["LlamaDecoderLayer"]),
+        (_llama, [nn.Linear, nn.Embedding]),
+    ],
+)
+def test_random_numbers_are_those_of_the_model_built_on_the_device(
+    ranks: RankPool, build: Callable[[], nn.Module], units: list[Any]
+) -> None:
+    if build is _llama:
+        pytest.importorskip("transformers")
+    ranks.run(2, _built_alike, build, units)
 
 
 class HeadLast(nn.Module):
@@ -240,7 +279,7 @@ class HeadLast(nn.Module):
 
 
 def _last() -> None:
-    assert _built_alike(HeadLast, [nn.Linear]).engine.unit_names == ["", "layers.0", "layers.1"]
+    assert _built_alike(HeadLast, [nn.Linear]) == ["", "layers.0", "layers.1"]
 
 
 @numbers_of_the_host
@@ -249,25 +288,12 @@ def test_a_root_that_was_built_last_is_initialized_last(ranks: RankPool) -> None
 
 
 def _transformer() -> None:
-    import transformers
-
-    config = transformers.LlamaConfig(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        vocab_size=97,
-        initializer_range=0.05,
-    )
-    model = deferred_init(transformers.LlamaForCausalLM, config)
     sharded = fully_shard_model(
-        model, fsdp_unit_modules=["LlamaDecoderLayer"], init_model_with_meta_device=True, device=device()
+        deferred_init(_llama),
+        fsdp_unit_modules=["LlamaDecoderLayer"],
+        init_model_with_meta_device=True,
+        device=device(),
     )
-    for name, weight in main_weights(sharded).items():
-        if "norm" in name:
-            assert torch.equal(weight, torch.ones_like(weight)), name
-        else:
-            assert weight.std() == pytest.approx(0.05, rel=0.1), name
     tokens = torch.arange(20, device=device())[None]
     assert sharded(tokens, labels=tokens).loss.item() == pytest.approx(torch.tensor(97.0).log().item(), rel=0.1)
 

@@ -9,7 +9,6 @@ initialization from outside of a module is replayed as well. The approach is tha
 (https://github.com/pytorch/torchdistx), which is archived.
 """
 
-import bisect
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -114,11 +113,17 @@ class _Tape:
         operations: In the order of execution. Other fields refer to them by index.
         writes: By storage, the operations that wrote to it.
         storages: All storages. Keeping them alive prevents new storages from getting the same address.
+        needed_later: The operations that the model's tensors depend on.
+        position: The operations before this one have drawn their random numbers.
+        states: The random states in which they did.
     """
 
     operations: list[_Operation] = field(default_factory=list)
     writes: dict[int, list[int]] = field(default_factory=dict)
     storages: list[torch.UntypedStorage] = field(default_factory=list)
+    needed_later: set[int] = field(default_factory=set)
+    position: int = 0
+    states: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def register(self, tensor: torch.Tensor) -> bool:
         """Register the tensor's storage; False if it was registered before."""
@@ -146,6 +151,37 @@ class _Tape:
         reads = ((read, number) for number in numbers for read in self.operations[number].reads)
         return all(self.writes[read] and self.writes[read][0] < number for read, number in reads)
 
+    def replay(self, number: int, memory: dict[int, torch.Tensor], device: torch.device, in_order: bool = True) -> None:
+        """Run an operation, with the random numbers that it draws when the model is built, unless not ``in_order``."""
+        operation = self.operations[number]
+        if not (operation.is_random and in_order):
+            with operation.context():
+                _replay(operation, memory, device)
+            return
+        self.advance(number, device)
+        with operation.context():
+            generator = _generator(operation, device)
+            now = generator.get_state()
+            generator.set_state(self.states.setdefault(number, now))
+            _replay(operation, memory, device)
+            if number < self.position:  # drawn again
+                generator.set_state(now)
+        self.position = max(self.position, number + 1)
+
+    def advance(self, end: int, device: torch.device) -> None:
+        """Draw the random numbers of operations before ``end`` for nothing, if they have not been drawn.
+
+        They belong to tensors that another unit or nothing in the model has: a module may replace another one, as
+        multi-latent attention does with a layer of its base class.
+        """
+        while self.position < end:
+            number, memory = self.position, dict[int, torch.Tensor]()
+            if self.operations[number].is_random:
+                numbers = {number, *self.needed(self.operations[number].reads, number)}
+                for each in sorted(numbers) if self.is_known(numbers) else ():
+                    self.replay(each, memory, device)
+            self.position = number + 1
+
 
 class Recipe:
     """The operations that initialize one tensor.
@@ -158,7 +194,6 @@ class Recipe:
         first: Index of the operation that created the tensor.
         complete: False if the tensor depends on operations that were not recorded.
         gives_values: False if the tensor was allocated and never initialized.
-        discarded: Operations that drew random numbers for tensors which the model does not have, before this one.
     """
 
     def __init__(self, tape: _Tape, tensor: torch.Tensor) -> None:
@@ -167,7 +202,6 @@ class Recipe:
         self._dtype = tensor.dtype
         self._written = tape.writes.get(self._view.storage, [])
         self.first = min(self._written, default=0)
-        self.discarded: set[int] = set()
         self.gives_values = any(tape.operations[number].function not in _EMPTY for number in self._written)
         self.complete = bool(self._written) and tape.is_known(self._needed())
 
@@ -182,7 +216,7 @@ class Recipe:
         """
         operations = [self._tape.operations[number] for number in sorted(self._needed())]
         if not all(self._is_elementwise(operation) for operation in operations):
-            part.copy_(self.run(device).reshape(-1)[begin : begin + part.numel()])
+            part.copy_(self.run(device, in_order=False).reshape(-1)[begin : begin + part.numel()])
             return
         value = torch.empty(part.shape, dtype=self._dtype, device=device)
         for operation in operations:
@@ -199,16 +233,24 @@ class Recipe:
             return not others and operation.results == (self._view,)
         return _name(operation) in _IN_PLACE and first == self._view and not others
 
-    def run(self, device: torch.device) -> torch.Tensor:
+    def run(self, device: torch.device, in_order: bool = True) -> torch.Tensor:
         """Compute the initialized tensor; see :meth:`run_all`."""
-        ((_, tensor),) = self.run_all([self], device)
+        ((_, tensor),) = self.run_all([self], device, in_order)
         return tensor
 
     @staticmethod
-    def run_all(recipes: Sequence["Recipe"], device: torch.device) -> Iterator[tuple[int, torch.Tensor]]:
+    def run_all(
+        recipes: Sequence["Recipe"], device: torch.device, in_order: bool = True
+    ) -> Iterator[tuple[int, torch.Tensor]]:
         """Compute initialized tensors, with random numbers from the current random state.
 
         Operations run in the order in which the model was built. Each intermediate tensor is freed after its last use.
+
+        Args:
+            recipes: Of the tensors.
+            device: Where to compute.
+            in_order: Draw the numbers that building the model on ``device`` draws, whichever recipes run first. Those
+                before them are drawn as well, so a model takes least time if its recipes run in the order of building.
 
         Yields:
             Index of a recipe and its tensor, in the order in which they are finished.
@@ -218,31 +260,11 @@ class Recipe:
         """
         for tape in {id(recipe._tape): recipe._tape for recipe in recipes}.values():
             mine = {i: recipe for i, recipe in enumerate(recipes) if recipe._tape is tape}
-            yield from _run(tape, mine, device)
+            yield from _run(tape, mine, device, in_order)
 
     def _needed(self) -> set[int]:
         """The operations that the tensor depends on: writes to its storage, and earlier writes to what these read."""
         return self._tape.needed([self._view.storage], len(self._tape.operations))
-
-    @staticmethod
-    def keep_discarded(recipes: Sequence["Recipe"]) -> None:
-        """Have each recipe of a model draw the random numbers that were drawn before it for nothing in the model.
-
-        A module may replace another one, as multi-latent attention does with a layer of its base class.
-        """
-        if not recipes:
-            return
-        tape, each = recipes[0]._tape, [(recipe._needed(), recipe) for recipe in recipes]
-        needed = set[int]().union(*(numbers for numbers, _ in each))
-        random = [number for number, operation in enumerate(tape.operations) if operation.is_random]
-        # Those that draw themselves: buffers, which rarely do, are not initialized in this order.
-        drawing = [recipe for numbers, recipe in each if not numbers.isdisjoint(random)]
-        ordered = sorted(drawing, key=lambda recipe: recipe.first)
-        for number in (number for number in random if number not in needed):
-            numbers = {number, *tape.needed(tape.operations[number].reads, number)}
-            after = bisect.bisect(ordered, number, key=lambda recipe: recipe.first)
-            if after < len(ordered) and tape.is_known(numbers):
-                ordered[after].discarded |= numbers
 
 
 def _name(operation: _Operation) -> str:
@@ -269,8 +291,10 @@ def _random_numbers_of(number: int, device: torch.device) -> Iterator[None]:
         yield
 
 
-def _run(tape: _Tape, recipes: dict[int, Recipe], device: torch.device) -> Iterator[tuple[int, torch.Tensor]]:
-    numbers = sorted(set[int]().union(*(recipe._needed() | recipe.discarded for recipe in recipes.values())))
+def _run(
+    tape: _Tape, recipes: dict[int, Recipe], device: torch.device, in_order: bool
+) -> Iterator[tuple[int, torch.Tensor]]:
+    numbers = sorted(set[int]().union(*(recipe._needed() for recipe in recipes.values())))
     ready: dict[int, list[int]] = {}
     for i, recipe in recipes.items():
         ready.setdefault(recipe._written[-1], []).append(i)
@@ -278,12 +302,25 @@ def _run(tape: _Tape, recipes: dict[int, Recipe], device: torch.device) -> Itera
     memory: dict[int, torch.Tensor] = {}
     for number in numbers:
         with torch.no_grad():
-            _replay(tape.operations[number], memory, device)
+            tape.replay(number, memory, device, in_order)
         for i in ready.get(number, []):
             yield i, _real_view(memory, recipes[i]._view)
         for view in tape.operations[number].views:
             if last_use[view.storage] == number:
                 memory.pop(view.storage, None)
+    if in_order:
+        following = (number for number in tape.needed_later if number >= tape.position)
+        with torch.no_grad():
+            tape.advance(min(following, default=len(tape.operations)), device)
+
+
+def _generator(operation: _Operation, device: torch.device) -> torch.Generator:
+    """The generator of the operation's random numbers."""
+    given = [value for value in tree_flatten(operation.arguments)[0] if isinstance(value, torch.Generator)]
+    if given or device.type == "cpu":
+        return given[0] if given else torch.default_generator
+    module = torch.get_device_module(device)
+    return module.default_generators[module.current_device() if device.index is None else device.index]
 
 
 def _replay(operation: _Operation, memory: dict[int, torch.Tensor], device: torch.device) -> None:
@@ -297,8 +334,7 @@ def _replay(operation: _Operation, memory: dict[int, torch.Tensor], device: torc
         return device if isinstance(value, torch.device) and value.type == "meta" else value
 
     args, kwargs = tree_map(real, operation.arguments)
-    with operation.context():
-        results = tree_flatten(operation.function(*args, **kwargs))[0]
+    results = tree_flatten(operation.function(*args, **kwargs))[0]
     for view, result in zip(operation.results, results, strict=True):
         if isinstance(view, _MetaView):
             memory.setdefault(view.storage, result)
@@ -412,8 +448,8 @@ def deferred_init(function: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     """Build a model on the meta device, and record how its parameters and buffers are initialized.
 
     Sharding the model with ``init_model_with_meta_device=True`` initializes it unit by unit, so no rank ever holds more
-    than one whole unit. Random numbers are drawn during sharding, in the order of units. They are the same numbers as
-    in a model that is built on the device from the same random state, if it initializes its units in this order.
+    than one whole unit. Random numbers are drawn during sharding. They are the same as in a model that is built on the
+    device from the same random state, which is then the same afterwards, too.
 
     Args:
         function: Returns an ``nn.Module`` or a list of them; for example, a class.
@@ -453,7 +489,7 @@ def record(build: Callable[[], Any], context_of: Callable[[], ContextFactory]) -
                 if tensor is not None and tensor.is_meta
             }
             found += filter(None, recipes(module).values())
-    Recipe.keep_discarded(found)
+    recorder.tape.needed_later = set[int]().union(*(recipe._needed() for recipe in found))
     return built
 
 

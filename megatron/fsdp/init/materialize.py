@@ -113,9 +113,9 @@ def materialize_buffers(module: nn.Module, device: torch.device) -> list[nn.Modu
 
 
 def comes_last(own: Iterable[ShardedParameter], inside: Iterable[ShardedParameter]) -> bool:
-    """Whether a unit's own parameters were created after those of the units inside it. False without a recording."""
+    """Whether a unit's last parameter was created after those of the units inside it. False without a recording."""
     own_steps, steps_inside = _first_steps(own), _first_steps(inside)
-    return bool(own_steps and steps_inside) and min(own_steps) > min(steps_inside)
+    return bool(own_steps and steps_inside) and max(own_steps) > max(steps_inside)
 
 
 def _first_steps(params: Iterable[ShardedParameter]) -> list[int]:

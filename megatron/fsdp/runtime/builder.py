@@ -254,9 +254,9 @@ def _install(engine: Engine, blueprint: Blueprint) -> None:
 def creation_order(part: UnitPart, follow_recording: bool) -> list[UnitPart]:
     """Return units in the order in which their parameters are initialized.
 
-    It is that of :meth:`UnitPart.walk`, except where the model was built in another order. Random numbers must be drawn
-    in the order in which the model was built: if a unit's direct parameters were created after those of the units
-    inside it, the unit comes after them.
+    It is that of :meth:`UnitPart.walk`, except where the model was built in another order. Random numbers are drawn in
+    the order of building, so a unit comes after those inside it if it has the last parameter: the others need not be
+    drawn twice.
 
     Args:
         part: The root of the units to order.
