@@ -187,12 +187,14 @@ def made(number: int, seed: int) -> Choice:
         line["position"] = "--position-embedding-type none"
     for then in ("", "then "):
         parallel = str(line[f"{then}parallel"])
+        if line["experts"] and PP in parallel and line[f"{then}expert parallel"]:
+            line[f"{then}ranks"] = 4
         divisors = [parallel.count("parallel-size 2"), (PP in parallel) + (line[f"{then}expert parallel"] == EP)]
         instances = [(4 if divisors[0] == 2 else int(line[f"{then}ranks"])) // 2**n for n in divisors]
         if any(number % 2 for number in instances[: 2 if line["experts"] else 1]):
             line[f"{then}instances"] = ""
         if line[f"{then}strategy"] == "no_shard":
-            line[f"{then}start"] = ""
+            line[f"{then}start"] = line[f"{then}instances"] = ""
     return line
 
 

@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron.fsdp import FSDPConfig
+from megatron.fsdp.comm.journal import JOURNAL
 from megatron_fsdp import fully_shard_model
 from tests.models import DEVICE, Block, TinyModel, adamw, assert_same_training, batches, device, logged
 from tests.ranks import RankPool
@@ -71,6 +72,19 @@ CASES = {
         (1 / 4, 1),
     ),
 }
+
+
+def _doubts() -> None:
+    dense, experts = init_device_mesh(DEVICE, (4,)), init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("shard", "ep"))
+    meshes: dict[str, Any] = {"device_mesh": dense, "expt_device_mesh": experts["shard"]}
+    model = fully_shard_model(_model(), fsdp_unit_modules=[Block], device=device(), **meshes)
+    JOURNAL.doubted = True
+    model(batches(1, 1)[0, 0]).sum().backward()
+    assert JOURNAL._has_settled
+
+
+def test_logs_of_ranks_with_different_experts_are_equal(ranks: RankPool) -> None:
+    ranks.run(4, _doubts)
 
 
 @pytest.mark.parametrize("name", CASES)

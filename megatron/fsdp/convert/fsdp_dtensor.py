@@ -65,7 +65,7 @@ def read(reader: CheckpointReader, options: ReadOptions) -> TrainingState:
     )
     stored = _model(reader)
     live = to_canonical(stored.tensors, FSDP_DTENSOR, facts)
-    checked_gates(gated_parameters(live), args, options)
+    checked_gates(gated_parameters(live), options)
     asked(options, has_own_layers(live))
     weights = {name: tensor for name, tensor in live.items() if not is_buffer(name)}
     if not options.optimizer:

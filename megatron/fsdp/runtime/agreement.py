@@ -324,7 +324,10 @@ class Comparison:
         if self._alone:
             return
         timeout, ranks = timeout_of(self._group) or timedelta(minutes=30), name_ranks(self._ranks)
-        what, failed = f"compare models with {ranks}", f"Not all of {ranks} shard or load this model."
+        failed = f"Not all of {ranks} shard or load this model."
+        # All ranks of the channel record the same, while each has its own replicas to compare with.
+        everyone = channel is not None and sorted(channel.log.peers) == sorted(self._ranks)
+        what = f"compare models with {ranks}" if everyone else "compare models with replicas"
         waiting = report_on_failure(failed) if channel is None else channel.log.waiting(channel.model + what, failed)
         with waiting:
             equal = self.is_equal(timeout.total_seconds())

@@ -171,7 +171,7 @@ _MODIFIED = (
 
 def _mark_gradients(gradients: Sequence[torch.Tensor | None], units: "set[Unit]") -> None:
     """Tell a later backward of these gradients which units' weights it reads: frozen ones have no node in its graph."""
-    frozen = [weakref.ref(unit) for unit in units if not all(group.requires_grad for group in unit.groups)]
+    frozen = [weakref.ref(unit) for unit in units if _is_frozen(unit)]
     for gradient in gradients:
         if gradient is not None and gradient.grad_fn is not None:
             gradient.grad_fn.metadata.setdefault(_GRADIENTS, []).extend(frozen)  # type: ignore[attr-defined]
@@ -239,7 +239,17 @@ def _entered_aside(edges: list[tuple[Any, int]], passed: "set[Unit]") -> dict[An
                 passed.add(each)
         inside = inside - {unit} if type(node) is _END else inside
         stack += [(*edge, inside) for edge in node.next_functions]
+    for schedule, units in entered.items():
+        # A checkpoint inside may recompute with a weight of theirs that it shares. A frozen one has no node.
+        for each in reversed(schedule.units):
+            if _is_frozen(each) and each not in passed and not units.keys().isdisjoint(each.children):
+                units[each] = None
     return {schedule: list(units) for schedule, units in entered.items()}
+
+
+def _is_frozen(unit: "Unit") -> bool:
+    """Whether some of the unit's parameters take no gradients."""
+    return not all(group.requires_grad for group in unit.groups)
 
 
 _NO_DOOR: dict[int, Any] = {}

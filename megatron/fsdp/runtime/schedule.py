@@ -260,7 +260,7 @@ class Schedule:
             self._reshard_kept()
         self._use(self.plans.backward if self.passes.in_backward else self.plans.forward, unit, WeightState.FORWARD)
         # A recomputation that only restores saved tensors discards its outputs, so no backward reaches its inputs.
-        return grad and not unit.is_root and (not self.passes.in_backward or unit.calls_done >= unit.calls)
+        return grad and (not self.passes.in_backward or unit.calls_done >= unit.calls)
 
     def after_forward(self, unit: Unit) -> bool:
         """Handle the end of a module's forward. Returns whether to watch its outputs for the start of backward."""
@@ -350,7 +350,9 @@ class Schedule:
             self._leave(unit, self._keeps)
 
     def after_backward(self, unit: Unit) -> None:
-        """Handle complete gradients of the inputs of one call: this call's backward has ended."""
+        """Handle complete gradients of the inputs of one call: this call's backward has ended, unless of the root."""
+        if unit.is_root:
+            return
         if self._inner is not None:
             if unit in self._inner and not unit.aside:
                 self._inner.remove(unit)

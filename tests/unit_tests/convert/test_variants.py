@@ -141,13 +141,14 @@ def test_weights_only(tmp_path: Path) -> None:
     assert_returns(tmp_path)
 
 
-def test_gates_other_than_swiglu_are_not_split(tmp_path: Path) -> None:
+def test_gates_other_than_swiglu_are_split(tmp_path: Path) -> None:
     model = random_tensors(
         {"decoder.layers.mlp.linear_fc1.weight": (1, 8, 4), "decoder.layers.mlp.linear_fc2.weight": (1, 4, 4)}
     )
     common = {"args": args(TE, swiglu=False), "optimizer": optimizer_of(DECAYED)}
     assert set(model_weights(converted(tmp_path, with_optimizer(model), common))) == {
-        "decoder.layers.0.mlp.linear_fc1.weight",
+        "decoder.layers.0.mlp.linear_fc1.weight_v",
+        "decoder.layers.0.mlp.linear_fc1.weight_w",
         "decoder.layers.0.mlp.linear_fc2.weight",
     }
     assert_returns(tmp_path)

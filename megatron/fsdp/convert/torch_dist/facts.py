@@ -40,21 +40,19 @@ def read_facts(reader: CheckpointReader, model: Tensors, args: argparse.Namespac
         stored_halves=any(name.half for name in names),
     )
     gated = gated_parameters(to_canonical(model, TORCH_DIST, facts))
-    return replace(facts, gated=checked_gates(gated, args, options))
+    return replace(facts, gated=checked_gates(gated, options))
 
 
-def checked_gates(gated: frozenset[str], args: argparse.Namespace, options: ReadOptions) -> frozenset[str]:
+def checked_gates(found: frozenset[str], options: ReadOptions) -> frozenset[str]:
     """The parameters that the canonical view splits into halves.
 
     Args:
-        gated: Names of the first layers of gated MLPs.
-        args: Training arguments: only SwiGLU is split, not other gates.
-        options: Modules that must have SwiGLU layers.
+        found: Names of the first layers of gated MLPs.
+        options: Modules that must have such layers.
 
     Raises:
         ValueError: The layers contradict the options.
     """
-    found = gated if getattr(args, "swiglu", True) else frozenset()
     if options.swiglu and not found:
         raise ValueError("--swiglu: expected SwiGLU layers; the checkpoint has none.")
     outside = sorted(name for name in found if not name.startswith(options.swiglu_modules or ("",)))
