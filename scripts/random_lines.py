@@ -159,7 +159,7 @@ CHOICES: dict[str, Sequence[Any]] = {
 # Relative differences of losses and norms. Rounding to bf16 depends on the order of sums.
 TOLERANCES = {"": (2e-5, 2e-4), "--bf16": (4e-3, 1e-1)}
 
-# Megatron-Core saves wrong optimizer state if gradient buffers have padding between buckets, and resumes wrongly itself.
+# Megatron-Core saves wrong optimizer state if gradient buffers have padding between buckets, and resumes wrongly.
 SAVED_WRONGLY = "the optimizer's main weights do not round to the model's weights"
 
 Choice = dict[str, str | int | bool]

@@ -175,7 +175,7 @@ def check(program: Program) -> None:
     """Run one program, and print what becomes of it.
 
     Raises:
-        AssertionError: It is not right.
+        AssertionError: It is not right, or a step is refused.
     """
     runner = Runner()
     try:
@@ -185,3 +185,4 @@ def check(program: Program) -> None:
     verdict = result.verdict
     print(verdict.kind, *(f"refused: {kind}: {message}" for kind, message in result.refused), verdict.trace)
     assert verdict.kind == "right", f"step {verdict.at + 1}: {verdict.what}"
+    assert not result.refused

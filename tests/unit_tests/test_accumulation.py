@@ -15,12 +15,14 @@ from tests.exchanges import seen
 from tests.models import (
     FP32_GRADS,
     STRATEGIES,
+    Block,
     Pair,
     TinyModel,
     batches,
     loss_of,
 )
 from tests.ranks import RankPool
+from tests.training_models import Recomputing
 
 pytestmark = pytest.mark.every_strategy
 
@@ -38,6 +40,24 @@ def _count_reductions(strategy: str) -> int:
         assert all(p.grad is not None for p in model.parameters())
         assert len(all_reduces) + len(reduce_scatters) == before_last + 1
         return before_last
+
+
+def _two_backwards_in_a_row() -> None:
+    sharded, states = fully_shard_model(Recomputing(True, "units"), fsdp_unit_modules=[Block]), list[str]()
+
+    def watch(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        output.register_hook(lambda _: states.extend(unit.state.name for unit in sharded.engine.units[1:]))
+
+    sharded.module.embedding.register_forward_hook(watch)
+    losses = [loss_of(sharded, tokens) for tokens in batches(1, 2)[0]]
+    with sharded.no_sync():
+        for loss in losses:
+            loss.backward()
+    assert states == ["SHARDED"] * 4 * 2
+
+
+def test_recomputed_units_are_resharded_one_by_one_if_forwards_come_first(ranks: RankPool) -> None:
+    ranks.run(2, _two_backwards_in_a_row)
 
 
 @pytest.mark.parametrize(("strategy", "expected"), [("no_shard", 0), ("optim", 0), ("optim_grads", 2)])

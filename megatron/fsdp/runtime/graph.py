@@ -239,12 +239,15 @@ def _entered_aside(edges: list[tuple[Any, int]], passed: "set[Unit]") -> dict[An
                 passed.add(each)
         inside = inside - {unit} if type(node) is _END else inside
         stack += [(*edge, inside) for edge in node.next_functions]
-    for schedule, units in entered.items():
-        # A checkpoint inside may recompute with a weight of theirs that it shares. A frozen one has no node.
-        for each in reversed(schedule.units):
-            if _is_frozen(each) and each not in passed and not units.keys().isdisjoint(each.children):
-                units[each] = None
-    return {schedule: list(units) for schedule, units in entered.items()}
+    return {schedule: _with_outer(schedule.units, units, passed) for schedule, units in entered.items()}
+
+
+def _with_outer(units: "list[Unit]", entered: "dict[Unit, None]", passed: "set[Unit]") -> "list[Unit]":
+    """Add frozen units around: what is recomputed inside may share a weight of theirs, which has no node."""
+    for unit in reversed(units):
+        if _is_frozen(unit) and unit not in passed and not entered.keys().isdisjoint(unit.children):
+            entered[unit] = None
+    return list(entered)
 
 
 def _is_frozen(unit: "Unit") -> bool:

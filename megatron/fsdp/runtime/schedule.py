@@ -350,9 +350,7 @@ class Schedule:
             self._leave(unit, self._keeps)
 
     def after_backward(self, unit: Unit) -> None:
-        """Handle complete gradients of the inputs of one call: this call's backward has ended, unless of the root."""
-        if unit.is_root:
-            return
+        """Handle complete gradients of the inputs of one call: this call's backward has ended."""
         if self._inner is not None:
             if unit in self._inner and not unit.aside:
                 self._inner.remove(unit)

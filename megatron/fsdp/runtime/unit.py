@@ -72,6 +72,7 @@ class Unit:
         is_directional: Forward and backward read different planes of quantized weights.
         calls: Number of forward calls of the latest pass whose inputs are watched for the end of their backward.
         calls_done: Number of these calls whose backward has ended.
+        recomputed: Number of calls in this backward, which a later backward without a forward does not have.
         unwatched: A call of this forward had no inputs that need gradients.
         took_part: Whether the gradient of an output has arrived in this backward.
         reduced: Whether the reduction of this backward's gradients has been issued.
@@ -96,8 +97,7 @@ class Unit:
         planes = [plane for group in groups for plane in group.weights.planes]
         self.is_directional = any(len(plane.directions) < len(Direction) for plane in planes)
         self.slot = slot if self.temporary else None
-        self.calls = 0
-        self.calls_done = 0
+        self.calls = self.calls_done = self.recomputed = 0
         self.unwatched = False
         self.took_part = False
         self.reduced = self.complete = self.in_graph = False
@@ -387,12 +387,13 @@ class Unit:
 
     def new_pass(self) -> None:
         """Reset the counters at the start of the model's forward."""
-        self.calls = self.calls_done = 0
+        self.calls = self.calls_done = self.recomputed = 0
         self.unwatched = False
 
     def new_backward(self) -> None:
         """Reset the counters at the start of a backward."""
-        self.calls_done = 0
+        self.calls -= self.recomputed
+        self.calls_done = self.recomputed = 0
         self.took_part = self.reduced = self.complete = self.aside = False
 
     # Hooks -----------------------------------------------------------------------------------------------------
@@ -453,8 +454,11 @@ class Unit:
         if not watches:
             return None
         watched, self._end = watch_inputs(self, args, kwargs)
+        if self.is_root:
+            return watched
         if watched is not None:
             self.calls += 1
+            self.recomputed += schedule.passes.in_backward
         else:
             self.unwatched = True
         return watched
@@ -553,7 +557,7 @@ class Unit:
 
     def post_backward(self) -> None:
         """Called when the gradients of one call's inputs are complete."""
-        if (schedule := self.schedule) is not None:
+        if (schedule := self.schedule) is not None and not self.is_root:
             schedule.after_backward(self)
 
     def abandon(self) -> None:

@@ -174,11 +174,12 @@ def captured(side: Side, index: int, after: str) -> Any:
 
 @step(index=(0, 1), together=(True, False))
 def auxiliary(side: Side, index: int, together: bool) -> Any:
-    """A loss that a block keeps in an attribute, with or without the model's own."""
-    loss = side.loss(side.model(side.batch(1)))
+    """A loss that a block keeps in an attribute, with or without the model's own, of a batch that takes gradients."""
+    x = side.batch(1).requires_grad_()
+    loss = side.loss(side.model(x))
     loss = side.net.blocks[index].aux + (loss if together else 0)
     side.backward(loss)
-    return loss
+    return loss.detach() + x.grad.to(loss.dtype).pow(2).sum()
 
 
 @step(forward=(False, True))
