@@ -179,6 +179,8 @@ def made(number: int, seed: int) -> Choice:
     # What Megatron requires.
     if line["experts"]:
         line["bias"] = "--disable-bias-linear"
+    if line["further tokens"] and PP in f"{line['parallel']} {line['then parallel']}":
+        line["embeddings"] = "--untie-embeddings-and-output-weights"  # DDP cannot save tied ones
     if not line["precision"]:
         line["residual"] = ""
     if "rope" in str(line["position"]) and line["width"] == MODEL["width"][1]:
