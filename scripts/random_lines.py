@@ -179,7 +179,7 @@ def made(number: int, seed: int) -> Choice:
     # What Megatron requires.
     if line["experts"]:
         line["bias"] = "--disable-bias-linear"
-    if line["further tokens"] and PP in f"{line['parallel']} {line['then parallel']}":
+    if line["further tokens"] and PP in str(line["parallel"]):
         line["embeddings"] = "--untie-embeddings-and-output-weights"  # DDP cannot save tied ones
     if not line["precision"]:
         line["residual"] = ""

@@ -12,7 +12,7 @@ import torch
 from megatron.fsdp.checkpoint.reader import CheckpointReader
 from megatron.fsdp.helpers.spelling import bare_name
 from scripts.parity import DDP, fsdp_arguments, model_arguments, write_corpus
-from scripts.parity_cases import ALLTOALL, CP, EP, INSTANCES, LLAMA, OF_EXPERTS, PP, TP, Case
+from scripts.parity_cases import ALLTOALL, CP, EP, INSTANCES, LLAMA, MTP, OF_EXPERTS, PP, TP, Case
 from scripts.real_loop import Run, run, started
 from tests.launch import torchrun
 from tests.ranks import DEVICE
@@ -201,6 +201,7 @@ EXPERTS = (
 CHAINS = {
     "learned positions, tied embeddings": ("", DENSE, 4),
     "Llama-like": (LLAMA, DENSE[::-1], 4),
+    "a prediction layer, tied embeddings": (MTP, (Topology(2), Topology(4, f"{TP} {PP}", "optim"), Topology(1)), 2),
     "experts": (f"{ALLTOALL} --moe-shared-expert-intermediate-size 32", EXPERTS, 2),
 }
 

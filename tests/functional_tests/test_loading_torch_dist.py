@@ -45,9 +45,11 @@ class Change(NamedTuple):
 
 
 MODEL = Model(LLAMA, 2)
+QUICK = Model(LLAMA.replace("--swiglu", "--quick-geglu --glu-linear-offset 1.0"), 2)
 LATENT = MODELS["latent attention, multi-token prediction"]
 CHANGES = {
     "sharded optimizer state": Change(MODEL, MODEL, strategy="optim"),
+    "another gate than SwiGLU": Change(QUICK, QUICK),
     "sharded weights": Change(MODEL, MODEL, (BY_PARAMETER,)),
     # Sums of bfloat16 gradients depend on their order.
     "bf16": Change(Model(f"{LLAMA} --bf16", 2), Model(f"{LLAMA} --bf16", 2), tolerance=1e-3),

@@ -67,10 +67,13 @@ class Names:
         """The name in the whole model, where each of several tied weights has its own name."""
         return global_name(self._model, name)
 
-    def is_copy(self, name: str) -> bool:
-        """Whether another pipeline stage has the same parameter and saves it."""
+    def is_left_out(self, name: str, saving: bool) -> bool:
+        """Whether a checkpoint does not have the parameter under this name, or another pipeline stage saves it."""
         param = self.params.get(name)
-        return param is not None and param.key.repeated and not getattr(self._model, "pre_process", True)
+        # The last stage computes tied logits with the copy of the embedding that prediction layers need.
+        tied = getattr(self._model, "share_embeddings_and_output_weights", False) and name.endswith(TIED_OUTPUT)
+        first = getattr(self._model, "pre_process", True)
+        return param is not None and not first and (saving if param.key.repeated else tied)
 
     def stored(self, name: str) -> str:
         """The key of a weight, and of the optimizer's state for it, in a checkpoint."""
@@ -205,7 +208,7 @@ def _weights(names: Names, state: Mapping[str, Any], saving: bool) -> dict[str, 
     found: dict[str, Any] = {}
     for key, value in state.items():
         name = bare_name(key)
-        if name.endswith("._extra_state") or (saving and names.is_copy(name)):
+        if name.endswith("._extra_state") or names.is_left_out(name, saving):
             continue
         found.update(_described(names, name, f"module.{names.stored(name)}", value))
     return found
@@ -225,11 +228,13 @@ def _optimizers(names: Sequence[Names], raw: dict[Any, Any], saving: bool) -> di
                 # parameters into one group, would find that they differ.
                 groups[key]["is_expert_parallel"] = False
             names_of, name = local[bare_name(key)]
-            if not (saving and names_of.is_copy(name)):
+            if not names_of.is_left_out(name, saving):
                 found["param_to_group_meta"][key] = groups[key]
+            elif not saving:
+                groups[key] = groups[key.removesuffix(TIED_OUTPUT) + EMBEDDING]
         for key, value in state["state"].items():
             names_of, name = local[bare_name(key)]
-            if not (saving and names_of.is_copy(name)):
+            if not names_of.is_left_out(name, saving):
                 stored = key.removesuffix(names_of.of(name)) + names_of.stored(name)
                 found["state"].update(_described(names_of, name, stored, value))
     return found
