@@ -171,7 +171,7 @@ _MODIFIED = (
 
 def _mark_gradients(gradients: Sequence[torch.Tensor | None], units: "set[Unit]") -> None:
     """Tell a later backward of these gradients which units' weights it reads: frozen ones have no node in its graph."""
-    frozen = [weakref.ref(unit) for unit in units if _is_frozen(unit)]
+    frozen = [weakref.ref(unit) for unit in units if is_frozen(unit)]
     for gradient in gradients:
         if gradient is not None and gradient.grad_fn is not None:
             gradient.grad_fn.metadata.setdefault(_GRADIENTS, []).extend(frozen)  # type: ignore[attr-defined]
@@ -245,12 +245,12 @@ def _entered_aside(edges: list[tuple[Any, int]], passed: "set[Unit]") -> dict[An
 def _with_outer(units: "list[Unit]", entered: "dict[Unit, None]", passed: "set[Unit]") -> "list[Unit]":
     """Add frozen units around: what is recomputed inside may share a weight of theirs, which has no node."""
     for unit in reversed(units):
-        if _is_frozen(unit) and unit not in passed and not entered.keys().isdisjoint(unit.children):
+        if is_frozen(unit) and unit not in passed and not entered.keys().isdisjoint(unit.children):
             entered[unit] = None
     return list(entered)
 
 
-def _is_frozen(unit: "Unit") -> bool:
+def is_frozen(unit: "Unit") -> bool:
     """Whether some of the unit's parameters take no gradients."""
     return not all(group.requires_grad for group in unit.groups)
 

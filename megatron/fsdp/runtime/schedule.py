@@ -12,7 +12,7 @@ from megatron.fsdp.comm.streams import is_capturing
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.helpers.weak import weak_method
 from megatron.fsdp.quantized.storage import Direction
-from megatron.fsdp.runtime.graph import listen
+from megatron.fsdp.runtime.graph import is_frozen, listen
 from megatron.fsdp.runtime.passes import Pass, PassState
 from megatron.fsdp.runtime.plan import Op, OpKind, Plan, Plans
 from megatron.fsdp.runtime.unit import Unit, WeightState
@@ -260,6 +260,7 @@ class Schedule:
             self._reshard_kept()
         self._use(self.plans.backward if self.passes.in_backward else self.plans.forward, unit, WeightState.FORWARD)
         # A recomputation that only restores saved tensors discards its outputs, so no backward reaches its inputs.
+        grad = grad and (not unit.is_root or is_frozen(unit))
         return grad and (not self.passes.in_backward or unit.calls_done >= unit.calls)
 
     def after_forward(self, unit: Unit) -> bool:
