@@ -271,13 +271,15 @@ def _search_command(options: argparse.Namespace) -> int:
     if not best:
         print("\n".join(f"ERROR  {candidate.refusal}" for candidate in found.found))
         return 1
+    own = found.found[0]
+    shown = best[:10] if own.refusal or own in best[:10] else [*best[:10], own]
     if options.json:
-        print(json.dumps([dataclasses.asdict(each) for each in best[:10]], indent=2))
+        print(json.dumps([dataclasses.asdict(each) for each in shown], indent=2))
     else:
         print(f"{options.gpus} {options.gpu}: simulated, the best of {len(found.found)} command lines")
-        print(search.table(best[:10]))
+        print(search.table(shown))
         if options.explain:
-            print(search.explained(found.found[0], best[0]))
+            print(search.explained(own, best[0]))
         print(
             f"The best: {shlex.join([*(['-m'] if options.is_module else []), str(options.script), *best[0].arguments])}"
         )
