@@ -111,9 +111,9 @@ def _run(arguments: list[str], ranks: int, timeout: float, environment: Mapping[
         logs = [Path(folder, f"{rank}.log").read_text() for rank in range(ranks)]
         if late or any(process.exitcode for process in processes):
             codes = [None if process in late else process.exitcode for process in processes]
-            reason = f"exit codes {codes}" if any(codes) else f"no end within {timeout:.0f} s"
+            ended = f"exit codes {codes}" if any(codes) else f"no end within {timeout:.0f} s"
             ends = "\n".join(log[-3000:] for log in logs)
-            raise RunFailure(f"{reason}\n{' '.join(arguments)}\n{ends}")
+            raise RunFailure(f"{ended}\n{' '.join(arguments)}\n{ends}")
         numbers = json.loads(Path(folder, "numbers.json").read_text())
     shown = "\n".join(logs[rank] for rank in sorted({0, ranks - 1}))
     return Run([Iteration(*pair) for pair in numbers["iterations"]], numbers["validation"], shown)

@@ -48,7 +48,7 @@ def test_found() -> None:
         results = runner.results([_program(file) for file in FOUND])
     finally:
         runner.pool.close()
-    names = [source(result) for result in results if result.verdict.kind != "right" or result.refused]
+    names = [source(result) for result in results if result.verdict.kind != "right" or result.dropped]
     assert not names, "\n".join(names)
 
 

@@ -31,7 +31,7 @@ BUDGETS = {
     "megatron/fsdp/dtensor": 1_085,
     "megatron/fsdp/fsdp2": 650,
     "megatron/fsdp/helpers": 340,
-    "megatron/fsdp/init": 456,
+    "megatron/fsdp/init": 458,
     "megatron/fsdp/integrations": 520,
     "megatron/fsdp/mcore": 2_631,
     "megatron/fsdp/mcore/cpu": 730,
@@ -39,13 +39,13 @@ BUDGETS = {
     "megatron/fsdp/optim": 930,
     "megatron/fsdp/quantized": 305,
     "megatron/fsdp/quantized/reference": 390,
-    "megatron/fsdp/runtime": 2_633,
+    "megatron/fsdp/runtime": 2_636,
     "megatron/fsdp/sharding": 710,
     "megatron/fsdp/state": 585,
     "megatron/fsdp/tools": 3_310,
     "megatron/fsdp/tools/predict": 1_680,
     "megatron_fsdp": 150,
-    "tests": 39_575,
+    "tests": 39_589,
 }
 
 # Phrases, as regular expressions, and the word that people of this field search for.

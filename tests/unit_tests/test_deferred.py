@@ -1,5 +1,6 @@
 """Deferred initialization: models get the values of normal construction, without reset methods."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -269,6 +270,18 @@ def test_random_numbers_are_those_of_the_model_built_on_the_device(
     ranks.run(2, _built_alike, build, units)
 
 
+def _copied() -> None:
+    student = deferred_init(_latent)
+    teacher = copy.deepcopy(student)
+    settings: dict[str, Any] = {"fsdp_unit_modules": [Latent], "init_model_with_meta_device": True, "device": device()}
+    both = [main_weights(fully_shard_model(model, **settings)) for model in (student, teacher)]
+    assert all(torch.equal(weight, both[1][name]) for name, weight in both[0].items())
+
+
+def test_a_copy_has_the_values_of_the_model(ranks: RankPool) -> None:
+    ranks.run(2, _copied)
+
+
 class HeadLast(nn.Module):
     """A model whose direct parameters are created after its layers."""
 
@@ -294,6 +307,11 @@ def _transformer() -> None:
         init_model_with_meta_device=True,
         device=device(),
     )
+    for name, weight in main_weights(sharded).items():
+        if "norm" in name:
+            assert torch.equal(weight, torch.ones_like(weight)), name
+        else:
+            assert weight.std() == pytest.approx(0.05, rel=0.1), name
     tokens = torch.arange(20, device=device())[None]
     assert sharded(tokens, labels=tokens).loss.item() == pytest.approx(torch.tensor(97.0).log().item(), rel=0.1)
 

@@ -205,6 +205,10 @@ class Recipe:
         self.gives_values = any(tape.operations[number].function not in _EMPTY for number in self._written)
         self.complete = bool(self._written) and tape.is_known(self._needed())
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Recipe":
+        """The same one: a copy of a model has its values, and draws no further random numbers."""
+        return self
+
     def draw(self, part: torch.Tensor, begin: int, number: int, device: torch.device) -> None:
         """Initialize a part of the tensor, with other random numbers than those of the full tensor.
 

@@ -244,9 +244,12 @@ def _entered_aside(edges: list[tuple[Any, int]], passed: "set[Unit]") -> dict[An
 
 def _with_outer(units: "list[Unit]", entered: "dict[Unit, None]", passed: "set[Unit]") -> "list[Unit]":
     """Add frozen units around: what is recomputed inside may share a weight of theirs, which has no node."""
+    around = set(entered)
     for unit in reversed(units):
-        if is_frozen(unit) and unit not in passed and not entered.keys().isdisjoint(unit.children):
-            entered[unit] = None
+        if not around.isdisjoint(unit.children):
+            around.add(unit)
+            if is_frozen(unit) and unit not in passed:
+                entered[unit] = None
     return list(entered)
 
 

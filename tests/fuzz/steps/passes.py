@@ -179,7 +179,8 @@ def auxiliary(side: Side, index: int, together: bool) -> Any:
     loss = side.loss(side.model(x))
     loss = side.net.blocks[index].aux + (loss if together else 0)
     side.backward(loss)
-    return loss.detach() + x.grad.to(loss.dtype).pow(2).sum()
+    # A forward that adds forces detaches its batch.
+    return loss.detach() if x.grad is None else loss.detach() + x.grad.to(loss.dtype).pow(2).sum()
 
 
 @step(forward=(False, True))
