@@ -38,3 +38,19 @@ def _rows_are_renormalized() -> None:
 def test_an_embedding_that_writes_its_weight_raises(ranks: RankPool) -> None:
     with pytest.raises(RankFailure, match=r"0: Embedding\(max_norm"):
         ranks.run(2, _rows_are_renormalized)
+
+
+def _input_is_written() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4))).to(device())
+    model = fully_shard_model(model, fsdp_unit_modules=[nn.Sequential])
+    with pytest.raises(RuntimeError, match="modified inplace") as raised:
+        model(torch.ones(2, 4, device=device()))
+    message = "".join([str(raised.value), *getattr(raised.value, "__notes__", [])])
+    assert message.count("FSDP unit") == 1, message
+    assert "FSDP unit 1: its forward changes an input" in message
+    with torch.no_grad():
+        model(torch.ones(2, 4, device=device()))  # it is usable afterwards
+
+
+def test_a_unit_that_writes_its_input_is_told_what_to_write_instead(ranks: RankPool) -> None:
+    ranks.run(2, _input_is_written)

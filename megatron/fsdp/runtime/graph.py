@@ -1,6 +1,7 @@
 """How the forwards of units appear in autograd's graph, and which units a backward needs."""
 
 import dataclasses
+import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -78,6 +79,18 @@ def watch_inputs(unit: "Unit", args: tuple, kwargs: dict) -> tuple[tuple[tuple, 
     for i, value in zip(found, passed, strict=True):
         values[i] = value
     return tree_unflatten(values, structure), passed[0].grad_fn
+
+
+def explain_write_to_input(unit: "Unit") -> None:
+    """Name the unit, and what to write instead, if torch has refused a write to a tensor of :func:`watch_inputs`."""
+    error = sys.exc_info()[1]
+    if error is not None and _EndOfBackward.__name__ in str(error) and not hasattr(error, "unit"):
+        error.unit = unit.label  # type: ignore[attr-defined]  # of the innermost one
+        add_note(
+            error,
+            f"FSDP unit {unit.label}: its forward changes an input, or what a unit has returned of its own input, in "
+            "place. Write x = x + 1 instead of x += 1, nn.ReLU() instead of nn.ReLU(inplace=True), or clone it first.",
+        )
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

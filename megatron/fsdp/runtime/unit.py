@@ -22,7 +22,7 @@ from megatron.fsdp.helpers.autograd import in_backward
 from megatron.fsdp.helpers.labels import profiled
 from megatron.fsdp.helpers.weak import not_compiled, weak_method
 from megatron.fsdp.quantized.storage import Direction, storage_of
-from megatron.fsdp.runtime.graph import tensors_in, watch_inputs, watch_outputs
+from megatron.fsdp.runtime.graph import explain_write_to_input, tensors_in, watch_inputs, watch_outputs
 
 if TYPE_CHECKING:
     from megatron.fsdp.runtime.schedule import Schedule
@@ -436,8 +436,7 @@ class Unit:
 
     def pre_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """Forward pre-hook. Calls inside a call of the same unit are ignored."""
-        schedule = self._schedule()
-        if schedule is None:
+        if (schedule := self._schedule()) is None:
             return None
         if torch._C._functorch.maybe_current_level() is not None:
             raise NotImplementedError(
@@ -478,10 +477,11 @@ class Unit:
     def post_forward(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         """Forward hook. ``output`` is None if the module has raised an exception."""
         self._depth = max(self._depth - 1, 0)
-        schedule = self._schedule()
-        if schedule is None or self._depth:
+        if (schedule := self._schedule()) is None or self._depth:
             return None
-        if output is not None:
+        if output is None:
+            explain_write_to_input(self)
+        else:
             self.check_not_written()
             if dist.get_debug_level() != dist.DebugLevel.OFF:  # TORCH_DISTRIBUTED_DEBUG, since this is slow
                 self._check_not_kept(module)
