@@ -1,10 +1,12 @@
 """A small model with parts that have been trouble: odd shapes, tied weights, checkpoints, buffers, auxiliary losses."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 
 WIDTH = 8
@@ -22,6 +24,7 @@ class Features(NamedTuple):
     returns: str = "tensor"  # "object": blocks return an object of a class of their own
     forces: str = "no"  # the forward adds gradients of its results, which are a part of the "graph" or not
     embedded: bool = False  # a unit sees the batch before each block, as the embedding of later tokens does
+    extra: str = "no"  # another kind of layer in each block; see EXTRA
 
 
 CHOICES: dict[str, tuple[Any, ...]] = {
@@ -34,6 +37,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "returns": ("tensor", "tensor", "object"),
     "embedded": (False, False, True),
     "forces": ("no", "no", "detached", "graph"),
+    "extra": ("no", "conv", "attention", "recurrent", "weight_norm", "spectral_norm", "list"),
 }
 
 
@@ -76,6 +80,57 @@ class Odd(nn.Module):
         return x * self.scale.to(x.dtype) + row[0] + transposed.mean(0) + empty.sum()
 
 
+class Attention(nn.MultiheadAttention):
+    """Over the batch."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x[None], x[None], x[None], need_weights=False)[0][0]
+
+
+class Recurrent(nn.LSTM):
+    """Over the batch. It reads its weights from a list of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x[None])[0][0]
+
+
+class List(nn.Module):
+    """Its weights are in a list and in a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.ParameterList(torch.randn(WIDTH) for _ in range(2))
+        self.named = nn.ParameterDict({"matrix": torch.randn(WIDTH, WIDTH) / WIDTH})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum((x * row for row in self.rows), x @ self.named["matrix"])
+
+
+class Convolution(nn.Conv1d):
+    def __init__(self) -> None:
+        super().__init__(1, 1, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x[:, None])[:, 0]
+
+
+EXTRA: dict[str, Callable[[], nn.Module]] = {
+    "no": nn.Identity,
+    "conv": Convolution,
+    "attention": Attention,
+    "recurrent": Recurrent,
+    "weight_norm": lambda: weight_norm(nn.Linear(WIDTH, WIDTH)),
+    "spectral_norm": lambda: spectral_norm(nn.Linear(WIDTH, WIDTH)),  # training writes its buffers in the forward
+    "list": List,
+}
+
+
 class Block(nn.Module):
     def __init__(self, features: Features) -> None:
         super().__init__()
@@ -84,11 +139,12 @@ class Block(nn.Module):
         self.up = Linear(WIDTH, 2 * WIDTH)
         self.down = Linear(2 * WIDTH, WIDTH)
         self.odd = Odd() if features.odd == "block" else nn.Identity()
+        self.extra = EXTRA[features.extra]()
         self.dropout = nn.Dropout(0.2 if features.dropout else 0.0)
         self.aux: torch.Tensor | None = None
 
     def inner(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(torch.tanh(self.up(self.norm(x))))
+        return self.down(torch.tanh(self.up(self.extra(self.norm(x)))))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor | Result:
         if self.features.checkpoint == "inside":

@@ -19,6 +19,9 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1),
     # A small epsilon turns differences of rounding into differences of direction.
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, eps=1e-3),
+    "amsgrad": lambda parameters: torch.optim.Adam(parameters, lr=0.01, eps=1e-3, amsgrad=True, foreach=False),
+    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.01, eps=1e-3),
+    "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, lr=0.01, eps=1e-3, centered=True, momentum=0.5),
 }
 
 
@@ -70,7 +73,9 @@ class Setting(NamedTuple):
             changes |= {"precision": "bf16" if self.precision == "main" else self.precision}
             changes |= {"units": "block" if self.units == "none" else self.units}
         # torch adds DTensors of the tensor-parallel axis and plain tensors in no reduction, so all weights are simple.
-        odd = self.features._replace(tied="no", odd="no", dropout=False, forces="no") if tp else self.features
+        odd = self.features
+        if tp:
+            odd = odd._replace(tied="no", odd="no", dropout=False, forces="no", extra="no")
         if odd.checkpoint == "around" and odd.reentrant:
             # Autograd does not see an object that such a checkpoint returns.
             odd = odd._replace(returns="tensor")
@@ -80,15 +85,16 @@ class Setting(NamedTuple):
             # The gradient of a bias before a BatchNorm is a rounding error.
             odd = odd._replace(batchnorm=False, forces="no")
             changes |= {"optimizer": "sgd"} if self.mixed else {}
+            odd = odd._replace(extra="no") if self.mixed else odd
         changes |= {"features": odd}
-        pairs = self.ranks == 4 and not many and self.strategy == 3 and self.units != "none"
-        changes |= {"within": self.within and pairs and not (own and self.double_buffer)}
+        pairs = self.ranks == 4 and not many and self.units != "none" and not (own and self.double_buffer)
+        changes |= {"within": True, "strategy": 3} if self.within and pairs else {"within": False}
         return self._replace(**changes)
 
 
 CHOICES: dict[str, tuple[Any, ...]] = {
-    "ranks": (2, 2, 2, 2, 1, 3, 4, 4),
-    "mesh": ("flat", "hsdp", "hsdp", "tp"),
+    "ranks": (2, 2, 2, 2, 1, 3, 4, 4, 4),
+    "mesh": ("flat", "flat", "hsdp", "hsdp", "tp"),
     "interface": ("own", "own", "own", "fsdp2"),
     "strategy": (3, 2, 1, 0),
     "outer": (0, 1, 1),
@@ -99,11 +105,11 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "granularity": ("row", "row", "row", "element", "tensor"),
     "sync_each": (True, True, True, True, True, False),
     "precision": ("fp64", "fp64", "fp64", "fp64", "fp32", "bf16", "main"),
-    "optimizer": ("sgd", "momentum", "adamw"),
+    "optimizer": ("sgd", "momentum", "momentum", "adamw", "adamw", "amsgrad", "adagrad", "rmsprop"),
     "groups": ("all", "all", "part"),
     "start": ("same",) * 5 + ("own",),
     "replicated": (False, False, True),
-    "within": (False, True),
+    "within": (False, True, True),
     "slow": ("no", "no", "no", "first", "all"),
     "watch": (False, True),
 }
@@ -204,7 +210,9 @@ def _mark(net: Net, setting: Setting, place: Meshes, torchs: bool) -> None:
         arguments["mp_policy"] = api.MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     if setting.offload:
         arguments["offload_policy"] = api.CPUOffloadPolicy(pin_memory=False)
-    fine = [m for m in net.blocks.modules() if setting.units == "fine" and any(True for _ in m.parameters(False))]
+    lists = nn.ParameterList, nn.ParameterDict  # they have no forward
+    parts = [m for m in net.blocks.modules() if any(True for _ in m.parameters(False)) and not isinstance(m, lists)]
+    fine = parts if setting.units == "fine" else []
     embedding = [] if net.embedding is None else [net.embedding]
     for module in [*fine, *([*embedding, *net.blocks] if setting.units != "whole" else [])]:
         api.fully_shard(module, **arguments)

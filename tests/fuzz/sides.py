@@ -83,6 +83,18 @@ class Side:
         self.optimizers.append(self.optimizer)
         self.firsts[id(net)] = self.optimizer
 
+    def rebuild(self, **changes: Any) -> None:
+        """Replace the model in use by a new one, as in a new process with other settings."""
+        place = next(index for index, (model, _) in enumerate(self.models) if model is self.model)
+        self.setting = self.setting._replace(**changes).valid()
+        self.net = self.build(seed=50)
+        self.old = list(self.net.parameters())
+        self.model, optimizer = self.shard(self.net)
+        self.optimizers[self.optimizers.index(self.optimizer)] = self.optimizer = optimizer
+        self.models[place], self.firsts[id(self.net)] = (self.model, self.net), optimizer
+        self.losses.clear()
+        self.kept.clear()
+
     def build(self, seed: int) -> Net:
         """A model that is not sharded."""
         with torch.random.fork_rng(devices=[]):

@@ -270,8 +270,8 @@ class Attachment:
     def after_load(self, optimizer: torch.optim.Optimizer) -> None:
         """Drop created state that was not loaded into, and shard full state."""
         self.fresh.discard_unloaded(optimizer)
-        self.fresh.own_initial(optimizer)
         self.shard_state(optimizer)
+        self.fresh.own_initial(optimizer)  # what it drops depends on this rank's shards
 
     def shard_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Replace full or evenly sharded state by this rank's shards."""

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.utils._pytree import tree_map
 
 from ..sides import Side, full
 from .kinds import step
@@ -65,6 +66,26 @@ def load(side: Side, assign: bool, alike: bool) -> None:
         side.model.load_state_dict(copy.deepcopy(state["model"]), assign=assign and not side.plain)
     if "optimizer" in state:
         side.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+
+
+@step(2, strategy=(3, 2, 1, 0), units=("block", "none", "whole", "fine"), kind=("full", "shards", "dcp"))
+def resume(side: Side, strategy: int, units: str, kind: str) -> None:
+    """Go on in a new model with other settings, from a checkpoint."""
+    side.synchronized()
+    if side.setting.features.batchnorm and kind == "dcp":
+        kind = "full"  # see "save"
+    state = {"model": side.model.state_dict(), "optimizer": side.optimizer.state_dict()}
+    if kind == "full":
+        state = tree_map(full, state)
+    elif kind == "dcp" and not side.plain:
+        dcp.save(state, checkpoint_id=side.folder())
+    state = copy.deepcopy(state)
+    side.rebuild(strategy=strategy, units=units)
+    if kind == "dcp" and not side.plain:
+        state = {"model": side.model.state_dict(), "optimizer": side.optimizer.state_dict()}
+        dcp.load(state, checkpoint_id=side.folder())
+    side.model.load_state_dict(state["model"])
+    side.optimizer.load_state_dict(state["optimizer"])
 
 
 @step()
