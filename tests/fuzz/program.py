@@ -200,7 +200,7 @@ def _tolerance(program: Program) -> float:
     rounded = program.setting.mixed or any(one.arguments.get("autocast") for one in program.steps)
     # Each second derivative of rounded values adds its own error.
     penalties = sum(one.kind == "penalty" for one in program.steps)
-    return TOLERANCES["bf16"] * max(1, penalties) if rounded else TOLERANCES[program.setting.precision]
+    return TOLERANCES["bf16"] * (1 + penalties) if rounded else TOLERANCES[program.setting.precision]
 
 
 def compare(wanted: dict[str, Any], got: dict[str, Any], tolerance: float) -> str:
