@@ -266,6 +266,22 @@ REMEDIES = [
         "        local.data = kept\n",
         "",
     ),
+    Remedy(
+        "full tensors stay full",
+        "dtensor/ragged_dtensor.py",
+        "lead = _targets(func, args, kwargs)[0] if in_place else _leading(flat)",
+        "lead = _leading(flat)",
+        {"strategy": (0,), "ranks": (2,)},
+        ("resume", "teach", "other_model"),
+    ),
+    Remedy(
+        "units that checkpoints hide",
+        "runtime/unit.py",
+        "return (self.in_graph or self.hidden) and",
+        "return self.in_graph and",
+        {"strategy": (2,), "ranks": (2,)},
+        ("apart", "backward"),
+    ),
 ]
 
 

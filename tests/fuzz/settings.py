@@ -210,7 +210,7 @@ def _mark(net: Net, setting: Setting, place: Meshes, torchs: bool) -> None:
         arguments["mp_policy"] = api.MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     if setting.offload:
         arguments["offload_policy"] = api.CPUOffloadPolicy(pin_memory=False)
-    lists = nn.ParameterList, nn.ParameterDict  # they have no forward
+    lists = nn.ModuleList, nn.ParameterList, nn.ParameterDict  # they have no forward, or FSDP2 refuses them
     parts = [m for m in net.blocks.modules() if any(True for _ in m.parameters(False)) and not isinstance(m, lists)]
     fine = parts if setting.units == "fine" else []
     embedding = [] if net.embedding is None else [net.embedding]

@@ -435,12 +435,13 @@ def _needs_full(func: Any, value: Any, lead: DTensor) -> bool:
 
 def _elementwise(func: Any, args: tuple, kwargs: dict) -> Any:
     flat, tree = tree_flatten((args, kwargs))
-    lead = _leading(flat)
-    plain = [value for value in flat if isinstance(value, torch.Tensor) and not isinstance(value, DTensor)]
     in_place = func._schema.is_mutable
     # A plain tensor that is changed in place needs all elements, for instance an average of weights.
     if in_place and not isinstance(_targets(func, args, kwargs)[0], DTensor):
         return _on_full(func, args, kwargs)
+    # A full tensor on every rank stays so if it is changed by a sharded one.
+    lead = _targets(func, args, kwargs)[0] if in_place else _leading(flat)
+    plain = [value for value in flat if isinstance(value, torch.Tensor) and not isinstance(value, DTensor)]
     if not is_sharded(lead) and any(value.dim() > lead.dim() for value in plain):
         return _on_full(func, args, kwargs)
     if func in _ALIASES:

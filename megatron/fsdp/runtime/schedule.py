@@ -249,7 +249,7 @@ class Schedule:
         elif self.units[0].state is not WeightState.FORWARD and not self.passes.in_backward:
             self._follow_writes()  # the unit was called by itself
             self._keeps = torch.is_grad_enabled()
-        grad = torch.is_grad_enabled()
+        unit.hidden |= self._keeps and not torch.is_grad_enabled() and not self.passes.in_backward
         if self.passes.in_backward and unit.state is WeightState.BACKWARD:
             self.before_inner_forward(unit)
             unit.show(compute=True)
@@ -260,7 +260,7 @@ class Schedule:
             self._reshard_kept()
         self._use(self.plans.backward if self.passes.in_backward else self.plans.forward, unit, WeightState.FORWARD)
         # A recomputation that only restores saved tensors discards its outputs, so no backward reaches its inputs.
-        grad = grad and (not unit.is_root or is_frozen(unit))
+        grad = torch.is_grad_enabled() and (not unit.is_root or is_frozen(unit))
         return grad and (not self.passes.in_backward or unit.calls_done >= unit.calls)
 
     def after_forward(self, unit: Unit) -> bool:

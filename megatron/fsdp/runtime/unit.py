@@ -74,6 +74,7 @@ class Unit:
         calls_done: Number of these calls whose backward has ended.
         recomputed: Number of calls in this backward, which a later backward without a forward does not have.
         unwatched: A call of this forward had no inputs that need gradients.
+        hidden: A forward ran it without gradients, as under reentrant checkpointing, whose graph does not have it.
         took_part: Whether the gradient of an output has arrived in this backward.
         reduced: Whether the reduction of this backward's gradients has been issued.
         complete: Whether this backward's gradients are complete.
@@ -98,10 +99,8 @@ class Unit:
         self.is_directional = any(len(plane.directions) < len(Direction) for plane in planes)
         self.slot = slot if self.temporary else None
         self.calls = self.calls_done = self.recomputed = 0
-        self.unwatched = False
-        self.took_part = False
+        self.unwatched = self.hidden = self.took_part = self.aside = False
         self.reduced = self.complete = self.in_graph = False
-        self.aside = False
         self.keeps_weights, self.is_offloaded = self.is_root, False
         self.held_by: set[Direction] = set()
         self.expected_by: set[Direction] = set()
@@ -143,7 +142,7 @@ class Unit:
     @property
     def awaits_backward(self) -> bool:
         """Whether this rank's gradients of the unit are still to come in this backward, as far as it can tell."""
-        return self.in_graph and not self.complete and self.trainable
+        return (self.in_graph or self.hidden) and not self.complete and self.trainable
 
     @property
     def label(self) -> str:
