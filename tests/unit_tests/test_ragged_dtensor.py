@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from megatron.fsdp.dtensor.gathering import gather_full
 from megatron.fsdp.dtensor.placements import RaggedShard, SectionedShard
-from megatron.fsdp.dtensor.ragged_dtensor import RaggedDTensor, make_dtensor
+from megatron.fsdp.dtensor.ragged_dtensor import RaggedDTensor, make_dtensor, replicated
 from megatron.fsdp.sharding.layout import ELEMENT, ROW, Layout, Slot
 from megatron.fsdp.sharding.packing import plan_layout
 from megatron_fsdp import uneven_dtensor
@@ -136,6 +136,13 @@ def _operations(case: str) -> None:
     # Sharded differently, as by a model that was sharded while other weights were frozen.
     whole, ragged = _ragged("rows")
     other_whole, other = _ragged("cut rows")
+    # Into tensors that are not ragged: full ones, as a teacher's that is not sharded, and torch's.
+    for placement in (Replicate(), Shard(0)):
+        target = distribute_tensor(2 * whole, ragged.device_mesh, [placement])
+        _same(target.lerp_(ragged, 0.5), 1.5 * whole)
+    full = replicated(2 * whole, ragged.device_mesh)
+    _same(full.lerp_(ragged, 0.5), 1.5 * whole)
+    assert torch.equal(full._local_tensor, 1.5 * whole)
     _same(ragged.lerp_(other, 0.5), whole.lerp_(other_whole, 0.5))
 
 

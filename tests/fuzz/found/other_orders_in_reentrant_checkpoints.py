@@ -1,4 +1,4 @@
-"""A unit that a reentrant checkpoint hides from the graph was reduced before its backward where ranks' orders differ."""
+"""A unit that a reentrant checkpoint hides was reduced before its backward, where ranks differ in their order."""
 
 from tests.fuzz.network import Features
 from tests.fuzz.program import Program, step
