@@ -87,7 +87,9 @@ class Side:
         """Replace the model in use by a new one, as in a new process with other settings."""
         place = next(index for index, (model, _) in enumerate(self.models) if model is self.model)
         self.setting = self.setting._replace(**changes).valid()
-        self.net = self.build(seed=50)
+        trained, self.net = [p.requires_grad for p in self.net.parameters()], self.build(seed=50)
+        for parameter, value in zip(self.net.parameters(), trained, strict=True):
+            parameter.requires_grad_(value)
         self.old = list(self.net.parameters())
         self.model, optimizer = self.shard(self.net)
         self.optimizers[self.optimizers.index(self.optimizer)] = self.optimizer = optimizer
