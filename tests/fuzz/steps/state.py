@@ -72,8 +72,8 @@ def load(side: Side, assign: bool, alike: bool) -> None:
 def resume(side: Side, strategy: int, units: str, kind: str) -> None:
     """Go on in a new model with other settings, from a checkpoint."""
     side.synchronized()
-    if side.setting.features.batchnorm and kind == "dcp":
-        kind = "full"  # see "save"
+    if kind == "dcp" and (side.setting.features.batchnorm or side.setting.optimizer == "adagrad"):
+        kind = "full"  # see "save"; Adagrad's state may have been cleared, and a new one has some
     state = {"model": side.model.state_dict(), "optimizer": side.optimizer.state_dict()}
     if kind == "full":
         state = tree_map(full, state)
