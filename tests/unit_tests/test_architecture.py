@@ -39,13 +39,13 @@ BUDGETS = {
     "megatron/fsdp/optim": 930,
     "megatron/fsdp/quantized": 305,
     "megatron/fsdp/quantized/reference": 390,
-    "megatron/fsdp/runtime": 2_636,
+    "megatron/fsdp/runtime": 2_644,
     "megatron/fsdp/sharding": 710,
     "megatron/fsdp/state": 585,
     "megatron/fsdp/tools": 3_310,
     "megatron/fsdp/tools/predict": 1_680,
     "megatron_fsdp": 150,
-    "tests": 39_589,
+    "tests": 39_787,
 }
 
 # Phrases, as regular expressions, and the word that people of this field search for.
