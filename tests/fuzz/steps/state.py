@@ -71,6 +71,8 @@ def load(side: Side, assign: bool, alike: bool) -> None:
 @step(2, strategy=(3, 2, 1, 0), units=("block", "none", "whole", "fine"), kind=("full", "shards", "dcp"))
 def resume(side: Side, strategy: int, units: str, kind: str) -> None:
     """Go on in a new model with other settings, from a checkpoint."""
+    if side.optimizer is not side.firsts[id(side.net)]:
+        return  # of another class than the new one
     side.synchronized()
     if kind == "dcp" and (side.setting.features.batchnorm or side.setting.optimizer == "adagrad"):
         kind = "full"  # see "save"; Adagrad's state may have been cleared, and a new one has some
