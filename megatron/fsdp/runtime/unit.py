@@ -561,8 +561,8 @@ class Unit:
 
     def abandon(self) -> None:
         """Reshard in any state, and reset the counters of a pass that did not end."""
-        self._depth = 0
-        self.new_pass()
+        # Not ``unwatched``: a second backward of the latest forward depends on it.
+        self._depth = self.calls = self.calls_done = self.recomputed = 0
         self.reshard()
         for group in self.groups:
             group.weights.drop_kept()
