@@ -136,6 +136,9 @@ def _operations(case: str) -> None:
     # Sharded differently, as by a model that was sharded while other weights were frozen.
     whole, ragged = _ragged("rows")
     other_whole, other = _ragged("cut rows")
+    # Sums that the dtype cannot hold, and scalars.
+    assert torch.full_like(ragged, 3e4, dtype=torch.float16).mean().item() == pytest.approx(3e4)
+    assert ragged.sum().sum(0).item() == pytest.approx(whole.sum().item())
     # Into tensors that are not ragged: full ones, as a teacher's that is not sharded, and torch's.
     for placement in (Replicate(), Shard(0)):
         target = distribute_tensor(2 * whole, ragged.device_mesh, [placement])
@@ -153,6 +156,9 @@ def test_operations(ranks: RankPool, case: str) -> None:
 
 def _unsupported_operations() -> None:
     whole, ragged = _ragged("rows")
+    mesh = ragged.device_mesh
+    fused = {"weight_decay": 0, "momentum": 0.9, "lr": 0.1, "dampening": 0, "nesterov": False}
+    fused |= {"maximize": False, "is_first_step": False}
     for operation in (
         lambda: ragged @ ragged.t(),
         lambda: ragged.view(-1),
@@ -163,6 +169,9 @@ def _unsupported_operations() -> None:
         lambda: ragged * whole[0],
         lambda: torch.amax(ragged, (0, 1), out=ragged.sum()),
         lambda: torch.add(ragged, 1, out=_ragged("cut rows")[1]),
+        lambda: torch.add(replicated(whole, mesh), 1, out=distribute_tensor(whole, mesh, [Shard(0)])),
+        lambda: replicated(whole[:1], mesh).squeeze_(),
+        lambda: torch._fused_sgd_([ragged], [ragged], [whole.clone()], **fused),
     ):
         with pytest.raises(NotImplementedError, match=r"full_tensor\(\)"):
             operation()

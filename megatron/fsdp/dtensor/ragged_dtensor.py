@@ -382,8 +382,13 @@ def _on_full(func: Any, args: tuple, kwargs: dict) -> Any:
     """Compute with full tensors: the result is replicated, or plain if plain tensors are among the arguments."""
     flat, tree = tree_flatten((args, kwargs))
     require_no_graph(func, flat)
+    # Full tensors are gathered for the call: what is written to them, or a shape that changes in place, would be lost.
+    if torch.Tag.inplace_view in func.tags or any(is_sharded(each) for each in _targets(func, args, kwargs)):
+        raise Unsupported(func, "it would change a tensor that is made for it")
     args, kwargs = tree_unflatten([reduced(value) for value in flat], tree)
-    result = func(*args, **kwargs)
+    # A view counts its writes with its base, as of a row of a main weight that is full.
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        result = func(*args, **kwargs)
     if any(isinstance(value, torch.Tensor) and not isinstance(value, DTensor) for value in flat):
         return result
     mesh = _leading(flat).device_mesh
@@ -423,6 +428,10 @@ def _result(func: Any, value: Any, lead: Any) -> Any:
     return make_like(value, lead)
 
 
+def _is_alike(value: torch.Tensor, lead: DTensor) -> bool:
+    return isinstance(value, DTensor) and same_layout(value, lead)
+
+
 def _needs_full(func: Any, value: Any, lead: DTensor) -> bool:
     """Whether, in a graph, an operand may differ between ranks or would take a gradient that a shard does not have."""
     if isinstance(value, RaggedDTensor):
@@ -460,9 +469,13 @@ def _elementwise(func: Any, args: tuple, kwargs: dict) -> Any:
 def _on_lists(func: Any, args: tuple, kwargs: dict) -> Any:
     """``_foreach_`` and fused operations: element-wise between tensors at the same position of each list."""
     lists = [value for value in args if isinstance(value, (list, tuple)) and value]
-    if not func._schema.is_mutable:
-        require_no_graph(func, [value for each in lists for value in each])
     leading: Sequence[Any] = lists[0]
+    if not func._schema.is_mutable or not all(isinstance(lead, DTensor) for lead in leading):
+        require_no_graph(func, [value for each in lists for value in each])
+    targets = [each for each in _targets(func, args, kwargs) if isinstance(each, (list, tuple))]
+    written = [pair for each in targets for pair in zip(each, leading, strict=False)]
+    if any(is_sharded(lead) and each.dim() and not _is_alike(each, lead) for each, lead in written):
+        raise Unsupported(func, "it writes a tensor that is sharded differently")
 
     def local(value: Any) -> Any:
         if not isinstance(value, (list, tuple)) or len(value) != len(leading):
@@ -494,6 +507,7 @@ def _copy(func: Any, args: tuple, kwargs: dict) -> Any:
     if not isinstance(target, RaggedDTensor):
         raise Unsupported(func, "the target is sharded evenly")
     if isinstance(source, DTensor) and not (isinstance(source, RaggedDTensor) and same_layout(source, target)):
+        require_no_graph(func, [source])
         source = gather_full(source)
     if isinstance(source, RaggedDTensor):
         source = source._local_tensor
@@ -540,7 +554,9 @@ def _reduction(func: Any, args: tuple, kwargs: dict) -> Any:
     dim = given.get("dim")
     dims = [dim] if isinstance(dim, int) else list(dim or range(tensor.dim()))
     # `max` and `min` along a dimension return indices as well, so they have several results.
-    if len(func._schema.returns) > 1 or {d % tensor.dim() for d in dims} != set(range(tensor.dim())):
+    if len(func._schema.returns) > 1 or {d % max(tensor.dim(), 1) for d in dims} != set(
+        range(tensor.dim() or len(dims[:1]))
+    ):
         raise Unsupported(func, f"it reduces dimensions {dims} only")
     value = reduce_tensor(func._schema.name.removeprefix("aten::"), tensor, given)
     return replicated(value.reshape((1,) * tensor.dim()) if given.get("keepdim") else value, tensor.device_mesh)

@@ -42,7 +42,10 @@ def reduce_tensor(name: str, tensor: DTensor, given: dict[str, Any]) -> torch.Te
         own = local if local.numel() else empty
         value, operation = (own.amax(), _MAX) if largest else (own.amin(), _MIN)
     elif name == "mean":
-        value, operation = local.sum(dtype=dtype) / tensor.numel(), _SUM
+        # The sum of many elements may be too large for their own dtype.
+        value = local.sum(dtype=torch.promote_types(dtype or local.dtype, torch.float32)) / tensor.numel()
+        mean = reduce_over(value, _SUM, tensor.device_mesh, unreplicated_axes(tensor))
+        return mean.to(dtype or local.dtype) if local.is_floating_point() else mean
     elif name in ("all", "any"):
         value, operation = (local.all(), _MIN) if name == "all" else (local.any(), _MAX)
     elif name == "count_nonzero":

@@ -87,7 +87,7 @@ class FreshState:
 
         A program may load the state dict from before its first step again and again, to restart.
         """
-        for main, state in list(optimizer.state.items()) if isinstance(optimizer, torch.optim.SGD) else ():
+        for main, state in list(optimizer.state.items()) if type(optimizer) is torch.optim.SGD else ():
             buffer = _local(momentum) if (momentum := state.get("momentum_buffer")) is not None else None
             if buffer is not None and buffer.numel() and buffer.signbit().all() and not buffer.any():
                 del optimizer.state[main]

@@ -99,7 +99,9 @@ class LocalStep:
         self._restore(optimizer)
         with torch._C.DisableTorchFunctionSubclass():
             mains = [main for options in optimizer.param_groups for main in options["params"]]
-            torch._C._increment_version([m for m in mains if m in self._dp_groups and m.grad is not None])
+            mains = [m for m in mains if m in self._dp_groups and m.grad is not None]
+            # The optimizer has not seen those without elements here, and all ranks have to count the same writes.
+            torch._C._increment_version([*mains, *(local_shard(m) for m in mains if self._is_hidden(m))])
 
     def _swap(self, optimizer: torch.optim.Optimizer) -> None:
         self._replaced = [options["params"] for options in optimizer.param_groups]
