@@ -326,7 +326,8 @@ def test_writes_through_views_of_full_weights(ranks: RankPool) -> None:
 
 def _hidden_shards() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)).to(device())
+    # Each rank has one of the two weights, alone in its unit.
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)).to(device())
     optimizer = torch.optim.Adafactor(model.parameters(), lr=0.1)
     arguments: dict[str, Any] = {"zero_dp_strategy": 2, "shard_granularity": "parameter"}
     model, optimizer = fully_shard(model, optimizer, fsdp_unit_modules=[nn.Linear], **arguments)
