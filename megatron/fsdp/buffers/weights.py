@@ -339,8 +339,10 @@ class WeightBuffer:
 
     def gather_all(self) -> None:
         """Gather over all ranks in backward, too, from now on."""
-        self.drop_kept()
-        self._near = None
+        if self._near is not None:
+            self.keeps = False
+            self.stream.run(self._drop_kept).wait()  # tasks before it may be gathering from the neighbours
+            self._near = None
 
     def drop_kept(self) -> None:
         """Free what is kept for a backward, which then gathers main weights again."""
