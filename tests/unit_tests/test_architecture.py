@@ -24,11 +24,11 @@ OPTIONAL = {"state/export.py": {"safetensors"}, "quantized/torchao.py": {"torcha
 BUDGETS = {
     "megatron/fsdp": 410,
     "megatron/fsdp/api": 600,
-    "megatron/fsdp/buffers": 1_515,
+    "megatron/fsdp/buffers": 1_516,
     "megatron/fsdp/checkpoint": 2_330,
     "megatron/fsdp/comm": 1_075,
     "megatron/fsdp/convert": 3_960,
-    "megatron/fsdp/dtensor": 1_085,
+    "megatron/fsdp/dtensor": 1_099,
     "megatron/fsdp/fsdp2": 650,
     "megatron/fsdp/helpers": 340,
     "megatron/fsdp/init": 458,
@@ -45,7 +45,7 @@ BUDGETS = {
     "megatron/fsdp/tools": 3_310,
     "megatron/fsdp/tools/predict": 1_680,
     "megatron_fsdp": 150,
-    "tests": 39_789,
+    "tests": 39_853,
 }
 
 # Phrases, as regular expressions, and the word that people of this field search for.

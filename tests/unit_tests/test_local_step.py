@@ -207,3 +207,21 @@ def test_fused_optimizers_of_other_libraries_save_load_and_reshard(
 ) -> None:
     ranks.run(3, _steps_with_fused, library, str(tmp_path), strategy, True, dtype)
     ranks.run(2, _steps_with_fused, library, str(tmp_path), strategy, False, dtype)
+
+
+def _hidden_shards() -> None:
+    torch.manual_seed(0)
+    # Each rank has one of the two weights, alone in its unit.
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)).to(device())
+    optimizer: Any = torch.optim.Adafactor(model.parameters(), lr=0.1)
+    arguments: dict[str, Any] = {"zero_dp_strategy": 2, "shard_granularity": "parameter"}
+    model, optimizer = fully_shard(model, optimizer, fsdp_unit_modules=[nn.Linear], **arguments)
+    x = torch.ones(1, 4, device=device())
+    model(x).sum().backward()
+    before = model(x)
+    optimizer.step(install_optimized_model_weights=False)
+    assert not torch.equal(model(x), before)
+
+
+def test_a_step_counts_writes_alike_on_ranks_without_elements(ranks: RankPool) -> None:
+    ranks.run(2, _hidden_shards)

@@ -157,7 +157,7 @@ def test_operations(ranks: RankPool, case: str) -> None:
 def _unsupported_operations() -> None:
     whole, ragged = _ragged("rows")
     mesh = ragged.device_mesh
-    fused = {"weight_decay": 0, "momentum": 0.9, "lr": 0.1, "dampening": 0, "nesterov": False}
+    fused: dict[str, Any] = {"weight_decay": 0, "momentum": 0.9, "lr": 0.1, "dampening": 0, "nesterov": False}
     fused |= {"maximize": False, "is_first_step": False}
     for operation in (
         lambda: ragged @ ragged.t(),

@@ -300,48 +300,6 @@ def test_writes_that_nothing_counts(ranks: RankPool) -> None:
     ranks.run(2, _uncounted)
 
 
-VIEWS: dict[str, Callable[[nn.Parameter], Any]] = {
-    "item": lambda weight: weight.__setitem__(0, 7.0),
-    "data": lambda weight: weight.data.__setitem__(0, 7.0),
-    "view": lambda weight: weight.view(-1)[2:].zero_(),
-    "transposed": lambda weight: weight.T.fill_(2.0),
-}
-
-
-def _through_views() -> None:
-    for view in VIEWS.values():
-        layer = nn.Linear(4, 4, bias=False).to(device(), torch.bfloat16)
-        model = fully_shard_model(nn.Sequential(layer), zero_dp_strategy=0, fsdp_unit_modules=[nn.Linear])
-        x = torch.ones(1, 4, dtype=torch.bfloat16, device=device())
-        with torch.no_grad():
-            model(x)
-            (weight,) = model.module.parameters()
-            view(weight)
-            torch.testing.assert_close(model(x)[0], weight.full_tensor().bfloat16().sum(1), rtol=0.05, atol=0.05)
-
-
-def test_writes_through_views_of_full_weights(ranks: RankPool) -> None:
-    ranks.run(2, _through_views)
-
-
-def _hidden_shards() -> None:
-    torch.manual_seed(0)
-    # Each rank has one of the two weights, alone in its unit.
-    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)).to(device())
-    optimizer = torch.optim.Adafactor(model.parameters(), lr=0.1)
-    arguments: dict[str, Any] = {"zero_dp_strategy": 2, "shard_granularity": "parameter"}
-    model, optimizer = fully_shard(model, optimizer, fsdp_unit_modules=[nn.Linear], **arguments)
-    x = torch.ones(1, 4, device=device())
-    model(x).sum().backward()
-    before = model(x)
-    optimizer.step(install_optimized_model_weights=False)
-    assert not torch.equal(model(x), before)
-
-
-def test_a_step_counts_writes_alike_on_ranks_without_elements(ranks: RankPool) -> None:
-    ranks.run(2, _hidden_shards)
-
-
 def _stale(changed_by: str) -> None:
     """As without sharding, backward does not read weights that a step or a load has changed."""
     for compute, setting in itertools.product([None, torch.bfloat16], SETTINGS.values()):

@@ -1,5 +1,6 @@
-"""A write to a weight inside of a forward would be lost, and raises."""
+"""A write to a weight inside of a forward would be lost, and raises; one between forwards counts."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -54,3 +55,27 @@ def _input_is_written() -> None:
 
 def test_a_unit_that_writes_its_input_is_told_what_to_write_instead(ranks: RankPool) -> None:
     ranks.run(2, _input_is_written)
+
+
+VIEWS: dict[str, Callable[[nn.Parameter], Any]] = {
+    "item": lambda weight: weight.__setitem__(0, 7.0),
+    "data": lambda weight: weight.data.__setitem__(0, 7.0),
+    "view": lambda weight: weight.view(-1)[2:].zero_(),
+    "transposed": lambda weight: weight.T.fill_(2.0),
+}
+
+
+def _through_views() -> None:
+    for view in VIEWS.values():
+        layer = nn.Linear(4, 4, bias=False).to(device(), torch.bfloat16)
+        model = fully_shard_model(nn.Sequential(layer), zero_dp_strategy=0, fsdp_unit_modules=[nn.Linear])
+        x = torch.ones(1, 4, dtype=torch.bfloat16, device=device())
+        with torch.no_grad():
+            model(x)
+            (weight,) = model.module.parameters()
+            view(weight)
+            torch.testing.assert_close(model(x)[0], weight.full_tensor().bfloat16().sum(1), rtol=0.05, atol=0.05)
+
+
+def test_writes_through_views_of_full_weights(ranks: RankPool) -> None:
+    ranks.run(2, _through_views)
