@@ -239,7 +239,7 @@ REMEDIES = [
     Remedy(
         "reductions wait for units of the graph",
         "runtime/unit.py",
-        "        return self.in_graph and not self.complete and self.trainable",
+        "        return (self.in_graph or self.hidden) and not self.complete and self.trainable",
         "        return False",
         {"ranks": (2,), "strategy": (2,), "interface": ("own",)},
         ("forward", "backward", "apart", "optimize"),

@@ -45,7 +45,7 @@ BUDGETS = {
     "megatron/fsdp/tools": 3_310,
     "megatron/fsdp/tools/predict": 1_680,
     "megatron_fsdp": 150,
-    "tests": 39_853,
+    "tests": 39_855,
 }
 
 # Phrases, as regular expressions, and the word that people of this field search for.

@@ -74,8 +74,10 @@ def resume(side: Side, strategy: int, units: str, kind: str) -> None:
     if side.optimizer is not side.firsts[id(side.net)]:
         return  # of another class than the new one
     side.synchronized()
-    if kind == "dcp" and (side.setting.features.batchnorm or side.setting.optimizer == "adagrad"):
-        kind = "full"  # see "save"; Adagrad's state may have been cleared, and a new one has some
+    frozen = not all(parameter.requires_grad for parameter in side.parameters())
+    if kind == "dcp" and (side.setting.features.batchnorm or frozen or side.setting.optimizer == "adagrad"):
+        # See "save". DCP loads what a new optimizer has: no state of frozen weights. Adagrad's may have been cleared.
+        kind = "full"
     state = {"model": side.model.state_dict(), "optimizer": side.optimizer.state_dict()}
     if kind == "full":
         state = tree_map(full, state)
