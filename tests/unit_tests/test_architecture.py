@@ -28,7 +28,7 @@ BUDGETS = {
     "megatron/fsdp/checkpoint": 2_330,
     "megatron/fsdp/comm": 1_075,
     "megatron/fsdp/convert": 3_960,
-    "megatron/fsdp/dtensor": 1_099,
+    "megatron/fsdp/dtensor": 1_103,
     "megatron/fsdp/fsdp2": 650,
     "megatron/fsdp/helpers": 340,
     "megatron/fsdp/init": 458,
@@ -45,7 +45,7 @@ BUDGETS = {
     "megatron/fsdp/tools": 3_310,
     "megatron/fsdp/tools/predict": 1_680,
     "megatron_fsdp": 150,
-    "tests": 39_855,
+    "tests": 39_869,
 }
 
 # Phrases, as regular expressions, and the word that people of this field search for.

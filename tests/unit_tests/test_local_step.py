@@ -225,3 +225,23 @@ def _hidden_shards() -> None:
 
 def test_a_step_counts_writes_alike_on_ranks_without_elements(ranks: RankPool) -> None:
     ranks.run(2, _hidden_shards)
+
+
+class OwnSGD(torch.optim.SGD):
+    """An optimizer of the user's own."""
+
+
+def _state_before_the_first_step() -> list[int]:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1, bias=False)).to(device())
+    model, optimizer = fully_shard(
+        model, OwnSGD(model.parameters(), lr=0.1, momentum=0.9), fsdp_unit_modules=[nn.Linear]
+    )
+    state = optimizer.state_dict()
+    for values in state["state"].values():
+        values["momentum_buffer"].copy_(values["momentum_buffer"].clone())  # as a load into it does
+    optimizer.load_state_dict(state)
+    return sorted(optimizer.state_dict()["state"])
+
+
+def test_initial_state_is_kept_alike_on_ranks_without_elements(ranks: RankPool) -> None:
+    assert ranks.run(2, _state_before_the_first_step) == [[0, 1, 2]] * 2

@@ -136,6 +136,7 @@ def _operations(case: str) -> None:
     # Sharded differently, as by a model that was sharded while other weights were frozen.
     whole, ragged = _ragged("rows")
     other_whole, other = _ragged("cut rows")
+    _same(ragged.lerp_(other, 0.5), whole.lerp_(other_whole, 0.5))
     # Sums that the dtype cannot hold, and scalars.
     assert torch.full_like(ragged, 3e4, dtype=torch.float16).mean().item() == pytest.approx(3e4)
     assert ragged.sum().sum(0).item() == pytest.approx(whole.sum().item())
@@ -146,7 +147,6 @@ def _operations(case: str) -> None:
     full = replicated(2 * whole, ragged.device_mesh)
     _same(full.lerp_(ragged, 0.5), 1.5 * whole)
     assert torch.equal(full._local_tensor, 1.5 * whole)
-    _same(ragged.lerp_(other, 0.5), whole.lerp_(other_whole, 0.5))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -172,6 +172,9 @@ def _unsupported_operations() -> None:
         lambda: torch.add(replicated(whole, mesh), 1, out=distribute_tensor(whole, mesh, [Shard(0)])),
         lambda: replicated(whole[:1], mesh).squeeze_(),
         lambda: torch._fused_sgd_([ragged], [ragged], [whole.clone()], **fused),
+        lambda: torch.zeros_like(ragged).copy_(replicated(whole, mesh).requires_grad_()),
+        lambda: torch._foreach_mul_([whole.clone().requires_grad_() * 1, ragged.clone()], [ragged, ragged]),
+        lambda: replicated(whole, mesh).index_add_(0, torch.tensor([0]), whole[:1].clone().requires_grad_()),
     ):
         with pytest.raises(NotImplementedError, match=r"full_tensor\(\)"):
             operation()

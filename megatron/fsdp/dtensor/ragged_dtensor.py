@@ -381,10 +381,11 @@ def _writes_shards(func: Any, args: tuple, kwargs: dict) -> bool:
 def _on_full(func: Any, args: tuple, kwargs: dict) -> Any:
     """Compute with full tensors: the result is replicated, or plain if plain tensors are among the arguments."""
     flat, tree = tree_flatten((args, kwargs))
-    require_no_graph(func, flat)
     # Full tensors are gathered for the call: what is written to them, or a shape that changes in place, would be lost.
-    if torch.Tag.inplace_view in func.tags or any(is_sharded(each) for each in _targets(func, args, kwargs)):
+    targets = [each for each in _targets(func, args, kwargs) if isinstance(each, DTensor)]
+    if torch.Tag.inplace_view in func.tags or any(is_sharded(each) or in_graph(flat) for each in targets):
         raise Unsupported(func, "it would change a tensor that is made for it")
+    require_no_graph(func, flat)
     args, kwargs = tree_unflatten([reduced(value) for value in flat], tree)
     # A view counts its writes with its base, as of a row of a main weight that is full.
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
@@ -428,10 +429,6 @@ def _result(func: Any, value: Any, lead: Any) -> Any:
     return make_like(value, lead)
 
 
-def _is_alike(value: torch.Tensor, lead: DTensor) -> bool:
-    return isinstance(value, DTensor) and same_layout(value, lead)
-
-
 def _needs_full(func: Any, value: Any, lead: DTensor) -> bool:
     """Whether, in a graph, an operand may differ between ranks or would take a gradient that a shard does not have."""
     if isinstance(value, RaggedDTensor):
@@ -440,6 +437,9 @@ def _needs_full(func: Any, value: Any, lead: DTensor) -> bool:
         return value.requires_grad or not isinstance(value, DTensor)
     # Exponents are constants, such as the 2 of squares.
     return type(value) in (int, float) and torch.Tag.pointwise in func.tags and func._schema.name != "aten::pow"
+
+
+_ONLY_ALIKE = "in a loss, it is supported in place only with tensors that are sharded alike"
 
 
 def _elementwise(func: Any, args: tuple, kwargs: dict) -> Any:
@@ -459,7 +459,7 @@ def _elementwise(func: Any, args: tuple, kwargs: dict) -> Any:
             return RaggedDTensor(lead._local_tensor, lead._spec, requires_grad=False)
     if in_graph(flat) and any(_needs_full(func, value, lead) for value in flat):
         if in_place:
-            raise Unsupported(func, "in a loss, it is supported in place only with tensors that are sharded alike")
+            raise Unsupported(func, _ONLY_ALIKE)
         require_no_graph(func, flat)
     own_args, own_kwargs = tree_unflatten([_operand(func, value, lead) for value in flat], tree)
     result = func(*own_args, **own_kwargs)
@@ -470,12 +470,16 @@ def _on_lists(func: Any, args: tuple, kwargs: dict) -> Any:
     """``_foreach_`` and fused operations: element-wise between tensors at the same position of each list."""
     lists = [value for value in args if isinstance(value, (list, tuple)) and value]
     leading: Sequence[Any] = lists[0]
-    if not func._schema.is_mutable or not all(isinstance(lead, DTensor) for lead in leading):
-        require_no_graph(func, [value for each in lists for value in each])
+    sharded = [isinstance(lead, DTensor) for lead in leading]
+    if not func._schema.is_mutable or not all(sharded):
+        values = [value for each in lists for value in each]
+        if func._schema.is_mutable and any(sharded) and in_graph(values):
+            raise Unsupported(func, _ONLY_ALIKE)
+        require_no_graph(func, values)
     targets = [each for each in _targets(func, args, kwargs) if isinstance(each, (list, tuple))]
-    written = [pair for each in targets for pair in zip(each, leading, strict=False)]
-    if any(is_sharded(lead) and each.dim() and not _is_alike(each, lead) for each, lead in written):
-        raise Unsupported(func, "it writes a tensor that is sharded differently")
+    for value, lead in (pair for each in targets for pair in zip(each, leading, strict=False)):
+        if is_sharded(lead) and value.dim() and not (isinstance(value, DTensor) and same_layout(value, lead)):
+            raise Unsupported(func, "it writes a tensor that is sharded differently")
 
     def local(value: Any) -> Any:
         if not isinstance(value, (list, tuple)) or len(value) != len(leading):
@@ -507,7 +511,8 @@ def _copy(func: Any, args: tuple, kwargs: dict) -> Any:
     if not isinstance(target, RaggedDTensor):
         raise Unsupported(func, "the target is sharded evenly")
     if isinstance(source, DTensor) and not (isinstance(source, RaggedDTensor) and same_layout(source, target)):
-        require_no_graph(func, [source])
+        if in_graph([source]):
+            raise Unsupported(func, _ONLY_ALIKE)
         source = gather_full(source)
     if isinstance(source, RaggedDTensor):
         source = source._local_tensor
@@ -552,11 +557,10 @@ def _reduction(func: Any, args: tuple, kwargs: dict) -> Any:
     tensor, given = args[0], _arguments(func, args, kwargs)
     require_no_graph(func, args[:1])
     dim = given.get("dim")
-    dims = [dim] if isinstance(dim, int) else list(dim or range(tensor.dim()))
+    size = max(tensor.dim(), 1)  # a scalar may be reduced along a dimension
+    dims = [dim] if isinstance(dim, int) else list(dim or range(size))
     # `max` and `min` along a dimension return indices as well, so they have several results.
-    if len(func._schema.returns) > 1 or {d % max(tensor.dim(), 1) for d in dims} != set(
-        range(tensor.dim() or len(dims[:1]))
-    ):
+    if len(func._schema.returns) > 1 or {d % size for d in dims} != set(range(size)):
         raise Unsupported(func, f"it reduces dimensions {dims} only")
     value = reduce_tensor(func._schema.name.removeprefix("aten::"), tensor, given)
     return replicated(value.reshape((1,) * tensor.dim()) if given.get("keepdim") else value, tensor.device_mesh)
