@@ -181,3 +181,105 @@ def _forgiven() -> None:
 
 def test_hooks_take_keys_off_those_that_are_missing(ranks: RankPool) -> None:
     ranks.run(2, _forgiven)
+
+
+class Transposed(nn.Module):
+    """A layer that stored its weight the other way round in its first version."""
+
+    _version = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 5))
+        self.register_buffer("mask", torch.rand(3, 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ (self.weight * self.mask)
+
+    def _load_from_state_dict(self, state: dict, prefix: str, metadata: dict, *arguments: Any) -> None:
+        if metadata.get("version", 1) < 2:
+            for name in ("weight", "mask"):
+                state[prefix + name] = state[prefix + name].t()
+        super()._load_from_state_dict(state, prefix, metadata, *arguments)
+
+
+class Renaming(nn.Module):
+    """A layer whose keys were those of the layer inside, in its first version."""
+
+    _version = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(5, 5)
+        self.again = self.inner
+
+    def _load_from_state_dict(self, state: dict, prefix: str, metadata: dict, *arguments: Any) -> None:
+        for name in ("weight", "bias") if metadata.get("version", 1) < 2 else ():
+            state[f"{prefix}inner.{name}"] = state[f"{prefix}again.{name}"] = state.pop(prefix + name)
+        super()._load_from_state_dict(state, prefix, metadata, *arguments)
+
+
+def _versions() -> None:
+    torch.manual_seed(0)
+    reference = nn.Sequential(Transposed(), Renaming())
+    sharded = fully_shard_model(copy.deepcopy(reference).to(device()), fsdp_unit_modules=[Transposed, nn.Linear])
+    seen: list[dict] = []
+    sharded.module[1].inner.register_load_state_dict_pre_hook(lambda *given: seen.append(given[3]))
+    for strict in (True, False):
+        state = {name: torch.randn_like(value) for name, value in reference.state_dict().items()}
+        old = {name.replace(".inner", ""): value for name, value in state.items() if "again" not in name}
+        old |= {name: value.t() for name, value in state.items() if name.startswith("0.")}
+        for model in (reference, sharded):
+            model.load_state_dict(old, strict)
+        assert_same_weights(sharded, reference)
+    with_versions = reference.state_dict()
+    with torch.no_grad():
+        for parameter in sharded.parameters():
+            parameter.zero_()
+    sharded.load_state_dict(with_versions)
+    assert_same_weights(sharded, reference)
+    sharded.load_state_dict(sharded.state_dict())
+    assert_same_weights(sharded, reference)
+    assert torch.equal(sharded.module[0].mask, reference[0].mask)
+    assert seen[-1] == {"version": 1}
+
+
+def _wrong_inside() -> None:
+    sharded = fully_shard_model(nn.Sequential(Renaming()).to(device()), fsdp_unit_modules=[nn.Linear])
+    state = sharded.state_dict()
+    state |= {f"module.0.{name}.weight": torch.ones(3, 5) for name in ("inner", "again")}
+    with pytest.raises(RuntimeError, match=r"module\.0\.inner\.weight: expected shape \(5, 5\); got \(3, 5\)"):
+        sharded.load_state_dict(state)
+
+
+def test_a_wrong_shape_inside_of_a_module_that_loads_itself_raises(ranks: RankPool) -> None:
+    ranks.run(2, _wrong_inside)
+
+
+def test_modules_convert_by_version_and_rename_keys_of_their_children(ranks: RankPool) -> None:
+    ranks.run(2, _versions)
+
+
+def _refused_on_one_rank() -> str:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    sharded = fully_shard_model(model.to(device()), fsdp_unit_modules=[nn.Linear], ignored_params={model[2].bias})
+    before = main_weights(sharded)
+    other = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    state = {f"module.{name}": value for name, value in other.state_dict().items()}
+    for name in ("1.running_mean", "2.bias"):
+        with pytest.raises(ValueError, match=name):
+            sharded.load_state_dict(state | {f"module.{name}": torch.ones(1)})
+
+    def fail(*unused: object) -> None:
+        if dist.get_rank() == 1:
+            raise KeyError("an old key")
+
+    model[0].register_load_state_dict_pre_hook(fail)
+    with pytest.raises((KeyError, ValueError), match="an old key") as raised:
+        sharded.load_state_dict(state)
+    assert all(torch.equal(value, before[name]) for name, value in main_weights(sharded).items())
+    return type(raised.value).__name__
+
+
+def test_every_rank_raises_for_shapes_and_for_an_error_of_one_rank(ranks: RankPool) -> None:
+    assert ranks.run(2, _refused_on_one_rank) == ["ValueError", "KeyError"]

@@ -445,7 +445,7 @@ def propagate_errors(index: MeshIndex) -> Iterator[None]:
     """Run checks of this rank. If they raise an error, the other ranks raise one as well, instead of waiting for it."""
     try:
         yield
-    except (TypeError, ValueError, RuntimeError) as error:
+    except Exception as error:
         with suppress(RuntimeError):  # the rank that holds the store may have ended already
             Comparison(index.dense.dp_group, {_ERROR: f"{type(error).__name__}: {error}"}).publish_error()
         raise

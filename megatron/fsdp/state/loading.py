@@ -1,6 +1,8 @@
 """Loading a state dict of full or sharded tensors into a sharded model."""
 
+import itertools
 import weakref
+from collections import OrderedDict
 from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
@@ -30,10 +32,18 @@ def _check(param: ShardedParameter, value: torch.Tensor, key: str) -> None:
             "one rank has: save and load a file per rank, or use torch.distributed.checkpoint."
         )
     if value.shape != param.main.shape:
-        raise ValueError(
-            f"{key}: expected shape {tuple(param.main.shape)}; got {tuple(value.shape)}. Give the state of a model of "
-            "the same sizes."
-        )
+        raise _other_shape(key, param, value)
+
+
+def _shape_of(target: ShardedParameter | torch.Tensor) -> torch.Size:
+    return target.main.shape if isinstance(target, ShardedParameter) else target.shape
+
+
+def _other_shape(key: str, target: ShardedParameter | torch.Tensor, value: torch.Tensor) -> ValueError:
+    return ValueError(
+        f"{key}: expected shape {tuple(_shape_of(target))}; got {tuple(value.shape)}. Give the state of a model of the "
+        "same sizes."
+    )
 
 
 def own_shard(param: ShardedParameter, value: torch.Tensor) -> torch.Tensor:
@@ -102,7 +112,7 @@ def _renamed(missing: list[str], unexpected: list[str]) -> str:
 
 
 def with_prefix(state_dict: Mapping[str, Any], prefix: str, params: Iterable[ShardedParameter]) -> dict[str, Any]:
-    """Return the state dict with ``prefix`` in front of every name that lacks it.
+    """Return the state dict with ``prefix`` in front of every name that lacks it, and of the versions' paths.
 
     ``torch.distributed.checkpoint.state_dict.set_model_state_dict`` passes entries under both names: the values to load
     under the model's names, and the current weights under the wrapper's names. The current weights are dropped.
@@ -110,7 +120,7 @@ def with_prefix(state_dict: Mapping[str, Any], prefix: str, params: Iterable[Sha
     Raises:
         ValueError: A parameter has an entry under both names, and the one with the prefix is not its current weight.
     """
-    result = {key: value for key, value in state_dict.items() if key.startswith(prefix)}
+    result = OrderedDict((key, value) for key, value in state_dict.items() if key.startswith(prefix))
     current = {prefix + name: local_shard(param.main) for param in params for name in param.names}
     for key, value in state_dict.items():
         other = result.get(prefix + key)
@@ -119,6 +129,10 @@ def with_prefix(state_dict: Mapping[str, Any], prefix: str, params: Iterable[Sha
         if isinstance(other, DTensor) and local_shard(other).data_ptr() != current[prefix + key].data_ptr():
             raise ValueError(f"load_state_dict: expected one of them; got both {key} and {prefix + key}.")
         result[prefix + key] = value
+    if (versions := getattr(state_dict, "_metadata", None)) is not None:
+        place = prefix.removesuffix(".")
+        moved = {f"{prefix}{path}".removesuffix("."): found for path, found in versions.items()}
+        result._metadata = versions if place in versions else moved  # type: ignore[attr-defined]
     return result
 
 
@@ -164,26 +178,46 @@ def load(engine: Engine, module: nn.Module, prefix: str, state_dict: Mapping[str
         missing, unexpected = [k for k in wanted if k not in state_dict], [k for k in state_dict if k not in wanted]
         if strict and not any(_may_forgive(owner) for _, owner in _owners(module)):
             _require_fit(result.missing_keys + missing, result.unexpected_keys + unexpected, tied)
-        for key in keys:
-            if isinstance(wanted[key], ShardedParameter):
-                _check(wanted[key], state_dict[key], key)
+        convert = tuple(key for key, owner in _owners(module) if _loads_itself(owner))
+        fitting = [key for key in keys if _fits(wanted[key], state_dict[key], key, convert)]
     _compare(engine, wanted, state_dict)
     engine.wait_before_write()
-    for key in keys:
-        target = wanted[key]
-        if isinstance(target, ShardedParameter):
-            copy_shard(target, own_shard(target, state_dict[key]))
-        elif isinstance(target, nn.Module):
-            target.set_extra_state(state_dict[key])
-        else:
-            target.copy_(state_dict[key])
-    errors = list[str]()
-    _visit(module, "", original, _by_module(module, missing, unexpected), result, errors)
+    for key in fitting:
+        _copy(wanted[key], state_dict[key])
+    visit = _Visit(wanted, original, _by_module(module, missing, unexpected), result)
+    visit.module(module, "", OrderedDict(original))
     engine.invalidate_weights()
-    _raise_first(errors)
+    left = [key for key in keys if key not in fitting and key not in visit.handled] if len(fitting) < len(keys) else []
+    _raise_first([*visit.errors, *(str(_other_shape(key, wanted[key], state_dict[key])) for key in left)])
     if strict:
         _require_fit(*result, tied)
     return result
+
+
+def _fits(target: Any, value: Any, key: str, convert: tuple[str, ...]) -> bool:
+    """Whether a value can be copied now. Modules that load their own entries may change its shape first.
+
+    Raises:
+        ValueError: It cannot be a value of ``target``.
+    """
+    if isinstance(target, nn.Module):
+        return True
+    if key.startswith(convert) and isinstance(value, torch.Tensor) and value.shape != _shape_of(target):
+        return False
+    if isinstance(target, ShardedParameter):
+        _check(target, value, key)
+    elif value.shape != target.shape:
+        raise _other_shape(key, target, value)
+    return True
+
+
+def _copy(target: Any, value: Any) -> None:
+    if isinstance(target, ShardedParameter):
+        copy_shard(target, own_shard(target, value))
+    elif isinstance(target, nn.Module):
+        target.set_extra_state(value)
+    else:
+        target.copy_(value)
 
 
 def _loads_itself(owner: nn.Module) -> bool:
@@ -206,38 +240,79 @@ def _by_module(module: nn.Module, *kinds: list[str]) -> dict[str, tuple[list[str
     return found
 
 
-def _visit(owner: nn.Module, path: str, given: Any, apart: Any, result: _IncompatibleKeys, errors: list[str]) -> None:
-    """Do for a module what torch does once its parameters and buffers are loaded, in torch's order.
+class _Visit:
+    """Does for each module what torch does once its parameters and buffers are loaded, in torch's order.
 
     A hook therefore sees no keys of later modules, and may clear both lists.
+
+    Args:
+        wanted: What each entry is loaded into.
+        given: The state dict as the user gave it.
+        apart: Missing and unexpected keys of each module.
+        result: Gets these.
+
+    Attributes:
+        errors: What modules that load their own entries could not load.
+        handled: The entries that these have loaded or changed.
     """
-    key = public_name(path)
-    mine = apart.pop(key, ([], []))
-    if _loads_itself(owner):
-        own: tuple[list[str], list[str]] = [], []
-        owner._load_from_state_dict(dict(given), key, {}, True, *own, errors)
-        mine = [[key for key in keys if key in found] for keys, found in zip(mine, own, strict=True)]
-    result.missing_keys.extend(mine[0])
-    result.unexpected_keys.extend(mine[1])
-    for name, child in owner.named_children():
-        _visit(child, f"{path}{name}.", given, apart, result, errors)
-    for hook in owner._load_state_dict_post_hooks.values():
-        hook(owner, result)
+
+    def __init__(self, wanted: Mapping[str, Any], given: Mapping[str, Any], apart: Any, result: Any) -> None:
+        self._wanted, self._apart, self._result = wanted, apart, result
+        self._versions = _versions(given)
+        self.errors: list[str] = []
+        self.handled: set[str] = set()
+
+    def module(self, owner: nn.Module, path: str, given: OrderedDict[str, Any]) -> None:
+        """Visit a module and those inside. It may change ``given`` for the latter."""
+        key = public_name(path)
+        mine = self._apart.pop(key, ([], []))
+        if _loads_itself(owner):
+            before, own = dict(given), (list[str](), list[str]())
+            owner._load_from_state_dict(given, key, self._versions.get(key, {}), True, *own, self.errors)
+            mine = [[key for key in keys if key in found] for keys, found in zip(mine, own, strict=True)]
+            self.handled |= {name for name in given if name.startswith(key) and "." not in name[len(key) :]}
+            self._load_renamed(key, before, given)
+        self._result.missing_keys.extend(mine[0])
+        self._result.unexpected_keys.extend(mine[1])
+        for name, child in owner._modules.items():
+            if child is not None:
+                self.module(child, f"{path}{name}.", given)
+        for hook in owner._load_state_dict_post_hooks.values():
+            hook(owner, self._result)
+
+    def _load_renamed(self, key: str, before: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+        """Load the entries inside a module's children that it has added or replaced."""
+        for name in {**before, **given}:
+            inside = name.startswith(key) and "." in name[len(key) :]
+            if inside and given.get(name) is not before.get(name):
+                for keys in itertools.chain(*self._apart.values()):
+                    keys[:] = [each for each in keys if each != name]
+                self.handled.add(name)
+                if name in given and name in self._wanted and _fits(self._wanted[name], given[name], name, ()):
+                    _copy(self._wanted[name], given[name])
 
 
 def _owners(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """All modules in a module, each with the beginning of its keys in a state dict."""
-    return [(public_name(f"{path}." if path else ""), owner) for path, owner in module.named_modules()]
+    return [
+        (public_name(f"{path}." if path else ""), owner) for path, owner in module.named_modules(remove_duplicate=False)
+    ]
+
+
+def _versions(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metadata of modules in a state dict, such as their versions, by the beginnings of their keys."""
+    found = getattr(state_dict, "_metadata", None) or {}
+    return {public_name(f"{path}." if path else ""): each for path, each in found.items()}
 
 
 def _changed_by_hooks(module: nn.Module, state_dict: Mapping[str, Any], found: _IncompatibleKeys) -> dict[str, Any]:
     """A state dict after the modules' hooks before a load, which may rename or change values."""
     changed, errors = dict(state_dict), list[str]()
-    metadata = getattr(state_dict, "_metadata", {})
+    versions = _versions(state_dict)
     for key, owner in _owners(module):
         before = list(changed)
         for hook in owner._load_state_dict_pre_hooks.values():
-            hook(changed, key, metadata.get(key[:-1], {}), True, *found, errors)
+            hook(changed, key, versions.get(key, {}), True, *found, errors)
         if list(changed) != before:  # wrappers, such as those of activation checkpointing, add their own names
             changed = {public_name(name): value for name, value in changed.items()}
     _raise_first(errors)
