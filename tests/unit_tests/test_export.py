@@ -93,3 +93,42 @@ def test_methods_of_the_model_through_the_wrapper(ranks: RankPool, tmp_path: Pat
     assert all(torch.equal(value, expected[name]) for name, value in loaded.state_dict().items())
     prompt = torch.arange(4).view(1, 4)
     assert loaded.generate(prompt, max_new_tokens=5, do_sample=False).tolist() == words
+
+
+def _statistics_in_a_checkpoint(folder: str) -> list[str]:
+    from safetensors.torch import load_file
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    from megatron_fsdp import fully_shard_model, save_safetensors
+
+    block = checkpoint_wrapper(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    model = fully_shard_model(nn.Sequential(block, nn.Linear(4, 4)).to(DEVICE), fsdp_unit_modules=[nn.Linear])
+    save_safetensors(model, folder)
+    return sorted(load_file(f"{folder}/model.safetensors"))
+
+
+def test_buffers_in_checkpoint_wrappers_are_exported(ranks: RankPool, tmp_path: Path) -> None:
+    plain = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), nn.Linear(4, 4))
+    assert ranks.run(2, _statistics_in_a_checkpoint, str(tmp_path))[0] == sorted(plain.state_dict())
+
+
+def _full_disk(folder: str, largest: int) -> None:
+    import safetensors.torch
+
+    from megatron_fsdp import fully_shard_model, save_safetensors
+
+    model = fully_shard_model(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(DEVICE), fsdp_unit_modules=[nn.Linear])
+
+    def fail(*unused: object, **more: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(safetensors.torch, "save_file", fail)
+        with pytest.raises(RuntimeError, match="save_safetensors: .* No space left"):
+            save_safetensors(model, folder, max_shard_size=largest)
+    save_safetensors(model, folder, max_shard_size=largest)
+
+
+@pytest.mark.parametrize("largest", [16, 1 << 30])
+def test_all_ranks_raise_if_the_disk_is_full(ranks: RankPool, tmp_path: Path, largest: int) -> None:
+    ranks.run(2, _full_disk, str(tmp_path), largest)

@@ -75,7 +75,7 @@ def write_items(path: Path, items: Iterable[tuple[MetadataIndex, Any]]) -> list[
         for index, data in items:
             start = output.length
             if isinstance(data, torch.Tensor):
-                output.write_tensor(data.detach().cpu().contiguous())
+                output.write_tensor(data.detach().cpu().resolve_conj().resolve_neg().contiguous())
             else:
                 output.write(data.getbuffer() if isinstance(data, io.BytesIO) else data)
             place = _StorageInfo(path.name, start, output.length - start)

@@ -1,7 +1,7 @@
 """How the ranks of a save or a load agree with each other."""
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch.distributed as dist
 
@@ -28,9 +28,24 @@ def attempt(work: Callable[[], T]) -> tuple[T | None, str]:
     Returns:
         This rank's result, None if it raised an error; and the error of the first rank that raised one, "" if none did.
     """
-    result, text = None, ""
-    try:
-        result = work()
-    except Exception as error:  # noqa: BLE001 - other ranks wait for this one
-        text = str(error) or repr(error)
+    result, text = _tried(work)
     return result, next(filter(None, gather_from_ranks(text)), "")
+
+
+def from_rank_0(look: Callable[[], T]) -> T:
+    """Return what rank 0 finds, as in a file system that may show machines different files. A collective.
+
+    Raises:
+        OSError: Rank 0 cannot look.
+    """
+    found, problem = gather_from_ranks(_tried(look))[0]
+    if problem:
+        raise OSError(problem)
+    return cast("T", found)
+
+
+def _tried(work: Callable[[], T]) -> tuple[T | None, str]:
+    try:
+        return work(), ""
+    except Exception as error:  # noqa: BLE001 - other ranks wait for this one
+        return None, str(error) or repr(error)

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 from torch.distributed.checkpoint.utils import find_tensor_shard
 
 from megatron.fsdp.checkpoint.checksums import METADATA, Checksums, DamagedCheckpoint, crc32_of
-from megatron.fsdp.checkpoint.coordination import attempt, gather_from_ranks, rank_and_world_size
+from megatron.fsdp.checkpoint.coordination import attempt, from_rank_0, gather_from_ranks, rank_and_world_size
 from megatron.fsdp.checkpoint.lazy import LazyTensor
 from megatron.fsdp.checkpoint.matching import Aliases, Match, Strictness, match, report, unexpected_keys
 from megatron.fsdp.checkpoint.reader import CheckpointReader, open_checkpoint
@@ -234,7 +234,7 @@ def check_files(opened: CheckpointReader) -> None:
 def _is_replaced(opened: CheckpointReader) -> bool:
     """Whether rank 0 finds another checkpoint in the folder by now. A collective."""
     path = opened.path / METADATA
-    return gather_from_ranks(path.is_file() and crc32_of(path) != opened.metadata_crc32)[0]
+    return from_rank_0(lambda: path.is_file() and crc32_of(path) != opened.metadata_crc32)
 
 
 def load_objects(folder: Path, keys: list[str]) -> dict[str, Any]:

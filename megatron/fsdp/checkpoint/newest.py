@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
-from megatron.fsdp.checkpoint.coordination import attempt, gather_from_ranks
+from megatron.fsdp.checkpoint.coordination import attempt, from_rank_0
 from megatron.fsdp.checkpoint.loading import check_files
 from megatron.fsdp.checkpoint.reader import CheckpointReader, open_checkpoint
 from megatron.fsdp.checkpoint.storage import as_path
@@ -40,7 +40,7 @@ def newest_complete(folder: Path, wanted: int | None, check: bool = True, checke
         The iteration, or None if no checkpoint is complete.
     """
     # A shared file system may show different files to different machines, so all ranks use what rank 0 sees.
-    found, wanted = gather_from_ranks((iterations_in(folder), wanted))[0]
+    found, wanted = from_rank_0(lambda: (iterations_in(folder), wanted))
     allowed = [iteration for iteration in found if wanted is None or iteration <= wanted]
     chosen = _first_complete([folder_of(folder, iteration) for iteration in allowed], check, checked)
     iteration = None if chosen is None else allowed[chosen]
@@ -63,7 +63,7 @@ def newest_complete_checkpoint(folder: str | os.PathLike, check: bool = True) ->
     Returns:
         The subfolder, the same on all ranks; None if no checkpoint is complete.
     """
-    found = gather_from_ranks(_numbered(as_path(folder)))[0]
+    found = from_rank_0(lambda: _numbered(as_path(folder)))
     chosen = _first_complete(found, check)
     return None if chosen is None else found[chosen]
 

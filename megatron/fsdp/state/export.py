@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 
 from megatron.fsdp.buffers.parameter import ShardedParameter
+from megatron.fsdp.checkpoint.coordination import attempt
 from megatron.fsdp.comm.backends import HOST
 from megatron.fsdp.dtensor.gathering import gather_full
 from megatron.fsdp.helpers.weak import weak_method
-from megatron.fsdp.state.loading import ignored_parameters
+from megatron.fsdp.state.loading import unsharded_state
 
 if TYPE_CHECKING:
     from megatron.fsdp.module import ShardedModel
@@ -53,37 +54,86 @@ def save_safetensors(
 
     Raises:
         ImportError: safetensors is not installed.
+        RuntimeError: Rank 0 could not write. All ranks raise it.
     """
     from safetensors.torch import save_file
 
-    first, folder = dist.get_rank() == 0, Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    files: list[list[str]] = []
-    held: dict[str, torch.Tensor] = {}
-    total = 0
-
-    def write() -> None:
-        if first and held:
-            path = folder / f"part-{len(files)}.unfinished"
-            save_file(held, path, metadata={"format": "pt"})
-            files.append(list(held))
-            held.clear()
-
+    files = _Files(Path(folder), max_shard_size) if dist.get_rank() == 0 else None
+    failed: list[Exception] = []
     for name, tensor in _full_tensors(model, dtype):
-        if not first:
-            continue
-        if held and sum(t.nbytes for t in held.values()) + tensor.nbytes > max_shard_size:
-            write()
-        held[name] = tensor
-        total += tensor.nbytes
-    write()
-    if first:
-        _name_files(folder, files, total)
-        for config in ("config", "generation_config"):
-            save_config = getattr(getattr(model.module, config, None), "save_pretrained", None)
-            if save_config is not None:
-                save_config(folder)
-    dist.barrier()
+        if files is not None and not failed:
+            try:
+                files.add(name, tensor, save_file)
+            except Exception as error:  # noqa: BLE001 - raised below: the other ranks gather to the end
+                failed.append(error)
+
+    def finish() -> None:
+        if failed:
+            raise failed[0]
+        if files is not None:
+            files.finish(save_file)
+            for config in ("config", "generation_config"):
+                save_config = getattr(getattr(model.module, config, None), "save_pretrained", None)
+                if save_config is not None:
+                    save_config(folder)
+
+    _together("save_safetensors", finish)
+
+
+class _Files:
+    """Writes tensors into files of limited size.
+
+    Args:
+        folder: The folder, which is created.
+        limit: Bytes of a file.
+    """
+
+    def __init__(self, folder: Path, limit: int) -> None:
+        self._folder, self._limit = folder, limit
+        self._held: dict[str, torch.Tensor] = {}
+        self._written: list[list[str]] = []
+        self._total = 0
+
+    def add(self, name: str, tensor: torch.Tensor, save: Callable[..., None]) -> None:
+        """Hold a tensor. ``save`` writes those that are held if the file would become too large."""
+        if self._held and sum(t.nbytes for t in self._held.values()) + tensor.nbytes > self._limit:
+            self._write(save)
+        self._held[name] = tensor
+        self._total += tensor.nbytes
+
+    def _write(self, save: Callable[..., None]) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        save(self._held, self._folder / f"part-{len(self._written)}.unfinished", metadata={"format": "pt"})
+        self._written.append(list(self._held))
+        self._held.clear()
+
+    def finish(self, save: Callable[..., None]) -> None:
+        """Write the rest, rename the files, whose names have their number, and write the index of several."""
+        if self._held:
+            self._write(save)
+        count = len(self._written)
+        names = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+        if count == 1:
+            names = ["model.safetensors"]
+        for number, name in enumerate(names):
+            os.replace(self._folder / f"part-{number}.unfinished", self._folder / name)
+        if count > 1:
+            places = {tensor: name for name, tensors in zip(names, self._written, strict=True) for tensor in tensors}
+            index = {"metadata": {"total_size": self._total}, "weight_map": places}
+            unfinished = self._folder / f"{INDEX}.unfinished"
+            unfinished.write_text(json.dumps(index, indent=2))
+            os.replace(unfinished, self._folder / INDEX)
+
+
+def _together(name: str, work: Callable[[], Any]) -> None:
+    """Do something on every rank. A collective.
+
+    Raises:
+        RuntimeError: It failed on one of them.
+    """
+    _, problem = attempt(work)
+    if problem:
+        raise RuntimeError(f"{name}: {problem}")
 
 
 def adapt_pretrained(model: ShardedModel) -> None:
@@ -107,8 +157,8 @@ def _save_pretrained(
         return method(save_directory, **options)
     first = dist.get_rank() == 0
     options["state_dict"] = {name: tensor for name, tensor in _full_tensors(model, None) if first}
-    method(save_directory, **{"is_main_process": first, **options})
-    dist.barrier()
+    given = {"is_main_process": first, **options}
+    _together("save_pretrained", functools.partial(method, save_directory, **given))
 
 
 def _call(message: str, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -128,25 +178,7 @@ def _full_tensors(model: ShardedModel, dtype: torch.dtype | None) -> Iterator[tu
             seen.add(id(param))
             whole = gather_full(param.main)  # type: ignore[arg-type]  # a Parameter that is a DTensor
             yield param.name, whole.to(HOST, dtype or param.compute.dtype).contiguous()
-    persistent = model.module.state_dict().keys()
-    unsharded = {**ignored_parameters(model.module), **dict(model.module.named_buffers())}
-    for name, buffer in unsharded.items():
-        if name in persistent:
-            kept = dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype
-            yield name, buffer.detach().to(HOST, kept).contiguous().clone()
-
-
-def _name_files(folder: Path, files: list[list[str]], total: int) -> None:
-    """Rename the files, whose names contain their number, and write the index if there are several."""
-    count = len(files)
-    names = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
-    if count == 1:
-        names = ["model.safetensors"]
-    for number, name in enumerate(names):
-        os.replace(folder / f"part-{number}.unfinished", folder / name)
-    if count > 1:
-        places = {tensor: name for name, tensors in zip(names, files, strict=True) for tensor in tensors}
-        index = {"metadata": {"total_size": total}, "weight_map": places}
-        unfinished = folder / f"{INDEX}.unfinished"
-        unfinished.write_text(json.dumps(index, indent=2))
-        os.replace(unfinished, folder / INDEX)
+    for name, value in unsharded_state(model.module).items():
+        if isinstance(value, torch.Tensor):
+            kept = dtype if dtype is not None and value.is_floating_point() else value.dtype
+            yield name, value.detach().to(HOST, kept).contiguous().clone()

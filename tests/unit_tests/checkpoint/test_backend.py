@@ -51,6 +51,15 @@ def test_round_trip(tmp_path: Path) -> None:
     assert same(loaded(tmp_path), 3)
 
 
+def test_lazily_conjugated_and_negated_tensors(tmp_path: Path) -> None:
+    numbers = torch.tensor([1 + 2j, 3 - 4j])
+    wanted = {"conjugated": numbers.conj(), "negated": numbers.conj().imag}
+    dcp.save(wanted, storage_writer=Writer(tmp_path), planner=Planner())
+    into = {"conjugated": torch.zeros_like(numbers), "negated": torch.zeros(2)}
+    load(into, tmp_path)
+    assert all(torch.equal(into[name], wanted[name]) for name in wanted)
+
+
 def test_keys_that_are_numbers(tmp_path: Path) -> None:
     wanted = {"state": {0: {"step": 3, "sum": torch.ones(2)}, "1": {"step": 4}}, "milestones": {5: 1}}
     dcp.save(wanted, storage_writer=Writer(tmp_path), planner=Planner())
