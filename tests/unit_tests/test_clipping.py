@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from megatron.fsdp import fsdp2
 from megatron.fsdp.dtensor import torch_patches
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
-from megatron_fsdp import MegatronFSDP, fully_shard_model
+from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard_model
 from tests.models import (
     STRATEGIES,
     Block,
@@ -154,3 +154,28 @@ def _another_library() -> None:
 
 def test_clipping_of_fsdp2_needs_no_patch(ranks: RankPool) -> None:
     ranks.run(2, _another_library)
+
+
+def _two_dtypes(norm_type: float | str, dtypes: tuple[torch.dtype, torch.dtype]) -> float:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 5, dtype=dtypes[0]), nn.Linear(5, 1, bias=False, dtype=dtypes[1])).to(device())
+    policy = MixedPrecisionPolicy(main_params_dtype=None, main_grads_dtype=None)
+    sharded = fully_shard_model(copy.deepcopy(model), fsdp_unit_modules=[nn.Linear], mixed_precision_policy=policy)
+    for module in (model, sharded):
+        for parameter in module.parameters():
+            gradient = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)).to(parameter.dtype)
+            parameter.grad = parameter.detach() * 0
+            parameter.grad.copy_(gradient)
+    norm = clip_grad_norm_(sharded.parameters(), 1e9, norm_type)
+    expected = clip_grad_norm_(model.parameters(), 1e9, norm_type)
+    assert norm.dtype == expected.dtype
+    torch.testing.assert_close(_value(norm), expected.cpu(), rtol=1e-2, atol=0)
+    return float(norm)
+
+
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.float64)], ids=str)
+@pytest.mark.parametrize("norm_type", [2.0, math.inf, "inf", "2"])
+def test_norms_of_gradients_of_two_dtypes_are_equal_on_all_ranks(
+    ranks: RankPool, norm_type: float | str, dtypes: tuple[torch.dtype, torch.dtype]
+) -> None:
+    assert len(set(ranks.run(3, _two_dtypes, norm_type, dtypes))) == 1

@@ -13,9 +13,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
-from megatron_fsdp import MegatronFSDP, fully_shard
+from megatron_fsdp import MegatronFSDP, fully_shard, register_optimizer
 from tests.fused_adam import ApexAdam, FusedAdam
-from tests.models import Block, TinyModel, adamw, assert_same_weights, batches, device, loss_of
+from tests.models import Block, TinyModel, adamw, assert_same_weights, batches, device, load_from, loss_of, save_to
 from tests.ranks import RankPool
 
 Sharded = tuple[MegatronFSDP, torch.optim.Optimizer]
@@ -245,3 +245,76 @@ def _state_before_the_first_step() -> list[int]:
 
 def test_initial_state_is_kept_alike_on_ranks_without_elements(ranks: RankPool) -> None:
     assert ranks.run(2, _state_before_the_first_step) == [[0, 1, 2]] * 2
+
+
+class OwnAdamW(torch.optim.AdamW):
+    """Another optimizer of the user's own."""
+
+
+class Averaging(torch.optim.Optimizer):
+    """Keeps a sequence that starts at the weights, as schedule-free optimizers do."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    if not state:
+                        state |= {"z": p.clone(), "step": 0}
+                    state["step"] += 1
+                    state["z"].sub_(p.grad, alpha=group["lr"])
+                    p.lerp_(state["z"], 1 / state["step"])
+
+
+class TwoParts(nn.Module):
+    """A part that every step trains, and one that the first steps do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.later = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        x = self.always(x)
+        return (self.later(x) if both else x).pow(2).sum()
+
+
+OWN: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda params: OwnSGD(params, lr=0.1, momentum=0.9, dampening=0.5),
+    "AdamW": lambda params: OwnAdamW(params, lr=0.1),
+    "Averaging": lambda params: Averaging(params, lr=0.1),
+}
+
+
+def _resume_early(name: str, before: int, folder: str) -> None:
+    """Train, with a save and a load into a new model and optimizer after ``before`` steps."""
+    if name == "Averaging":
+        register_optimizer(Averaging, "element")
+    torch.manual_seed(0)
+    reference = TwoParts().to(device())
+    model = copy.deepcopy(reference)
+    plain, optimizer = OWN[name](reference.parameters()), OWN[name](model.parameters())
+    model, optimizer = fully_shard(model, optimizer, fsdp_unit_modules=[nn.Linear])
+    x = torch.ones(2, 4, device=device())
+    for step in range(4):
+        if step == before:
+            save_to(folder, model, optimizer)
+            fresh = TwoParts().to(device())
+            model, optimizer = fully_shard(fresh, OWN[name](fresh.parameters()), fsdp_unit_modules=[nn.Linear])
+            load_from(folder, model, optimizer)
+        for each, update in ((reference, plain), (model, optimizer)):
+            each(x, step > 1).backward()
+            update.step()
+            update.zero_grad()
+    assert_same_weights(model, reference)
+
+
+@pytest.mark.parametrize("before", [0, 1])
+@pytest.mark.parametrize("name", OWN)
+def test_optimizers_of_ones_own_resume_before_they_have_all_of_their_state(
+    ranks: RankPool, tmp_path: object, name: str, before: int
+) -> None:
+    ranks.run(3, _resume_early, name, before, str(tmp_path))

@@ -91,6 +91,30 @@ class Interrupted(torch.optim.SGD):
 register_optimizer(Interrupted, "element")
 
 
+def _after_a_step_that_raised() -> None:
+    plain = TinyModel().to(device())
+    model = copy.deepcopy(plain)
+    sharded, optimizer = fully_shard(model, Interrupted(model.parameters(), lr=0.1), fsdp_unit_modules=[Block])
+    reference = Interrupted(plain.parameters(), lr=0.1)
+    for each, update in ((plain, reference), (sharded, optimizer)):
+        loss_of(each, batches(1, 1)[0, 0]).backward()
+        with pytest.raises(KeyboardInterrupt):
+            update.step()
+        update.zero_grad()
+        assert all(parameter.grad is None for parameter in each.parameters())
+        state = update.state_dict()
+        update.add_param_group({"params": [torch.nn.Parameter(torch.ones(2, device=device()))], "lr": 0.2})
+        loss_of(each, batches(1, 1)[0, 0]).backward()
+        update.step()
+        assert [len(group["params"]) for group in state["param_groups"]] == [len(list(each.parameters()))]
+    assert_same_weights(sharded, plain)
+    assert all(isinstance(p, DTensor) for p in optimizer.param_groups[0]["params"])
+
+
+def test_methods_after_a_step_that_raised(ranks: RankPool) -> None:
+    ranks.run(2, _after_a_step_that_raised)
+
+
 def _step_that_raises() -> None:
     model = TinyModel()
     sharded, optimizer = fully_shard(model, Interrupted(model.parameters(), lr=0.1), fsdp_unit_modules=[Block])

@@ -4,6 +4,7 @@ PyTorch offers no hook in these places. Each replacement does what the original 
 not belong to a sharded model.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -141,7 +142,7 @@ def total_norm(
 
     PyTorch handles tensors of which none belongs to this engine. A rank that has not sharded a model lacks the patch.
     """
-    tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    tensors, norm_type = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors), float(norm_type)
     sharded = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
     is_partial = any(placement.is_partial() for tensor in sharded for placement in tensor._spec.placements)
     if not any(isinstance(tensor, RaggedDTensor) for tensor in sharded) or is_partial or norm_type <= 0:
@@ -153,7 +154,8 @@ def total_norm(
     # torch's infinity norm rejects tensors without elements.
     filled = [(number, [x for x in each if x.numel()] or [each[0].new_zeros(1)]) for number, each in held.items()]
     norms = [original(each, norm_type, False, foreach) / number ** (1 / norm_type) for number, each in filled]
-    norm = original(norms, norm_type)
+    # Ranks may have elements of tensors of other dtypes.
+    norm = original(norms, norm_type).to(functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors)))
     if math.isinf(norm_type):
         norm = reduce_over(norm, dist.ReduceOp.MAX, mesh, range(mesh.ndim))
     else:

@@ -6,7 +6,7 @@ and :func:`register_optimizer` adds others.
 """
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 
@@ -103,6 +103,13 @@ def looks_at(optimizer: torch.optim.Optimizer) -> str | None:
         if kind is not None:
             return kind if _updates_like(cls, base) else None
     return None
+
+
+def updates_like(optimizer: torch.optim.Optimizer, classes: Collection[type]) -> bool:
+    """Whether the optimizer is of one of the classes, or of a subclass that updates parameters in the same way."""
+    cls = type(optimizer)
+    base = next((base for base in cls.__mro__ if base in _known), object)
+    return base in classes and _updates_like(cls, base)
 
 
 def _by_name(table: dict[str, str], cls: type) -> str | None:

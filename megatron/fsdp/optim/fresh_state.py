@@ -17,15 +17,16 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from megatron.fsdp.dtensor.ragged_dtensor import make_like
 from megatron.fsdp.optim.block_state import initial_state
-from megatron.fsdp.optim.classes import BY_PARAMETER, looks_at
+from megatron.fsdp.optim.classes import BY_PARAMETER, looks_at, updates_like
 from megatron.fsdp.optim.local_step import State, move_scales
 
 logger = logging.getLogger(__name__)
 
-# Initial values of state in torch's optimizers that are not zero; "lr" is the learning rate. SGD dampens its first
-# gradient only if there is a momentum. That there was none yet is kept in a sign, which files and copies keep, too.
-_NO_MOMENTUM = {"momentum_buffer": -0.0}
-_INITIAL: dict[str, float | str] = {"mu_product": 1.0, "mu": 1.0, "eta": "lr", "step_size": "lr", **_NO_MOMENTUM}
+# Initial values of state in torch's optimizers that are not zero; "lr" is the learning rate.
+_INITIAL: dict[str, float | str] = {"mu_product": 1.0, "mu": 1.0, "eta": "lr", "step_size": "lr"}
+# That there was no state yet is kept in a sign, which files and copies keep, too: of SGD's momentum, since SGD dampens
+# its first gradient only if there is one, and of all state of classes whose initial values are not known.
+_NONE_YET = -0.0
 # Dimensions of the trial parameter. They are distinct, so that state of this shape must be shaped like its parameter.
 _DISTINCT = (2, 3, 5, 7, 11, 13, 17, 19)
 # Private attributes of torch.optim.Optimizer: the hooks that the optimizer's trial step must not call.
@@ -49,19 +50,20 @@ class FreshState:
         # The version counter of each tensor when it was created. Loading into a tensor increments it.
         self._versions = WeakTensorKeyDictionary()
         self._warned = False
+        # Parameters whose state was loaded and says that there was none.
+        self._none_yet: list[torch.Tensor] = []
 
     def add_missing(self, optimizer: torch.optim.Optimizer, state_dict: dict) -> None:
         """Add the state of parameters that have none to a state dict."""
         states = state_dict["state"]
         missing = [(number, *found) for number, found in enumerate(_parameters(optimizer)) if number not in states]
-        # Initial values of unknown classes are not known, so they get state only if the load will overwrite all of it.
-        if not missing or (states and type(optimizer) not in BY_PARAMETER):
+        if not missing:
             return
         for number, options, main in missing:
             state = self._state_of(optimizer, options, main)
             if state:
                 states[number] = state
-                if type(optimizer) not in BY_PARAMETER:
+                if not updates_like(optimizer, BY_PARAMETER):
                     optimizer.state[main] = state  # where a method that calls torch's state_dict() may look it up
         state_dict["state"] = dict(sorted(states.items()))
         for group, options in zip(state_dict["param_groups"], optimizer.param_groups, strict=True):
@@ -87,15 +89,27 @@ class FreshState:
 
         A program may load the state dict from before its first step again and again, to restart.
         """
-        for main, state in list(optimizer.state.items()) if type(optimizer) is torch.optim.SGD else ():
-            buffer = _local(momentum) if (momentum := state.get("momentum_buffer")) is not None else None
-            if buffer is not None and buffer.numel() and buffer.signbit().all() and not buffer.any():
-                del optimizer.state[main]
+        self._none_yet = [main for main, state in optimizer.state.items() if _marks(optimizer) and _is_marked(state)]
         for state in optimizer.state.values() if not isinstance(optimizer, torch.optim.Adagrad) else ():
             # Adagrad has state from the beginning. SGD counts no steps.
             first = state.get("step", state.get("momentum_buffer"))
             if first is not None and not (_local(first).any() if isinstance(first, torch.Tensor) else first):
                 state.update({key: value.clone() for key, value in state.items() if isinstance(value, torch.Tensor)})
+
+    def drop_none_yet(self, optimizer: torch.optim.Optimizer, runs_closure: bool) -> None:
+        """Drop loaded state of parameters without any that a step updates now, and so creates.
+
+        Ranks without elements cannot see the mark. They keep the state, which a step creates on the other ranks: keys
+        of state dicts are equal on all ranks at any time.
+        """
+        kept = []
+        for main in self._none_yet:
+            gradients = main.grad, getattr(main, "decoupled_grad", None)
+            if main.requires_grad if runs_closure else any(gradient is not None for gradient in gradients):
+                optimizer.state.pop(main, None)
+            else:
+                kept.append(main)
+        self._none_yet = kept
 
     def _state_of(self, optimizer: torch.optim.Optimizer, options: dict, main: nn.Parameter) -> State | None:
         if not main.requires_grad:
@@ -106,13 +120,14 @@ class FreshState:
         if looks_at(optimizer) == "block":
             return initial_state(optimizer, options, main)
         shape = tuple(local.shape) if by_parameter else _DISTINCT[: main.dim()]
+        none_yet = _NONE_YET if _marks(optimizer) else 0.0
         try:
             tiny = nn.Parameter(torch.zeros(shape, dtype=local.dtype, device=local.device))
             probe, counters = _state_after_a_step(optimizer, options, tiny)
             move_scales(optimizer, tiny, main)
             options.update({key: value * 0 for key, value in counters.items()})
             state = {
-                key: _initial(key, value, options, main, None if by_parameter else shape)
+                key: _initial(key, value, options, main, None if by_parameter else shape, none_yet)
                 for key, value in probe.items()
             }
         except Exception as error:
@@ -183,7 +198,21 @@ def _state_after_a_step(
     return twin.state[tiny], {key: value for key, value in twin.param_groups[0].items() if key not in options}
 
 
-def _initial(key: str, value: Any, options: dict, main: nn.Parameter, shape: tuple[int, ...] | None) -> Any:
+def _marks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether state that was created says so."""
+    return updates_like(optimizer, {torch.optim.SGD}) or not updates_like(optimizer, BY_PARAMETER)
+
+
+def _is_marked(state: State) -> bool:
+    """Whether state was created, and not by a step. Always False if this rank has no elements of it."""
+    values = [_local(v) for v in state.values() if isinstance(v, torch.Tensor) and v.is_floating_point()]
+    values = [value for value in values if value.numel()]
+    return bool(values) and not any(value.any() or not value.signbit().all() for value in values)
+
+
+def _initial(  # noqa: PLR0913
+    key: str, value: Any, options: dict, main: nn.Parameter, shape: tuple[int, ...] | None, none_yet: float
+) -> Any:
     """The initial value of one entry of a parameter's state.
 
     Args:
@@ -192,8 +221,9 @@ def _initial(key: str, value: Any, options: dict, main: nn.Parameter, shape: tup
         options: Options of the optimizer's parameter group.
         main: The parameter.
         shape: Shape of the trial parameter; None if it had that of this rank's main weight.
+        none_yet: The value of entries that start at zero, or whose start is not known.
     """
-    named = _INITIAL.get(key, 0.0)
+    named = _INITIAL.get(key, none_yet)
     start = float(options["lr"] if isinstance(named, str) else named)
     if not isinstance(value, torch.Tensor):
         return value if value is None else type(value)(start)

@@ -66,6 +66,7 @@ def watch_steps() -> None:
 
 def attach_if_needed(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
     """Attach an optimizer that has parameters of engines and is not attached, or has got parameters since."""
+    _restore(optimizer)
     now = _generation, sum(len(options["params"]) for options in optimizer.param_groups)
     if _seen.get(optimizer) != now:
         for attach in dict.fromkeys(engine.attach_optimizer for engine in engines_of(_parameters(optimizer))):
@@ -74,6 +75,12 @@ def attach_if_needed(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
         _seen[optimizer] = now
     if (attachment := attachment_of(optimizer)) is not None:
         attachment.surround_update()
+
+
+def _restore(optimizer: torch.optim.Optimizer) -> None:
+    """Give the optimizer its DTensors back after a step that raised, for which torch calls no hook."""
+    if (attachment := attachment_of(optimizer)) is not None:
+        attachment.local.restore(optimizer)
 
 
 def attach_before(original: Callable[..., Any], optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -181,7 +188,7 @@ class Attachment:
         self.needs_gradient = False
         self._engines: list[weakref.ref[Engine]] = []
         self._looks_at = looks_at(optimizer)
-        self._local = LocalStep(optimizer)
+        self.local = LocalStep(optimizer)
         # The arguments of the current step, and the engines whose units it has unsharded.
         self._sync = self._install = True
         self._prefetching: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -196,7 +203,7 @@ class Attachment:
         """Surround the updates of these engines' main weights as well."""
         new = [engine for engine in engines if engine not in self.engines()]
         self._engines += [weakref.ref(engine) for engine in new]
-        self._local.add(group for engine in new for group in engine.groups)
+        self.local.add(group for engine in new for group in engine.groups)
 
     def engines(self) -> list[Engine]:
         """The engines of the models that exist still."""
@@ -223,13 +230,14 @@ class Attachment:
         if closure is None and self.needs_gradient:
             _require_gradient(optimizer)
         self.fresh.discard_unloaded(optimizer)  # before the swap: it compares DTensors
+        self.fresh.drop_none_yet(optimizer, closure is not None)
         if self._looks_at == "block":
             make_state(optimizer)
-        changed = self._local.before_step(optimizer, args, kwargs, self._prepare_gradients)
+        changed = self.local.before_step(optimizer, args, kwargs, self._prepare_gradients)
         self._prefetching.clear()
         if self._install and closure is None and type(optimizer) in BY_PARAMETER:
             for engine in self.engines():
-                if _update_by_unit(optimizer, engine, self._local):
+                if _update_by_unit(optimizer, engine, self.local):
                     self._prefetching.add(engine)
         return changed
 
@@ -243,7 +251,7 @@ class Attachment:
 
     def after_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         """Restore the DTensors, and mark compute weights as out of date."""
-        self._local.after_step(optimizer, args, kwargs)
+        self.local.after_step(optimizer, args, kwargs)
         for engine in self.engines() if self._install else ():
             if engine in self._prefetching:
                 # Weights were invalidated before the all-gathers that are in flight. Wait for these: after the last
@@ -260,7 +268,7 @@ class Attachment:
         if self._looks_at == "block":
             split_state(optimizer, state_dict)
         if self._looks_at == "parameter":
-            self._local.share_full_state(optimizer, state_dict)
+            self.local.share_full_state(optimizer, state_dict)
 
     def before_load(self, optimizer: torch.optim.Optimizer, state_dict: dict) -> dict | None:
         """Give a state dict the form that the optimizer itself has."""
@@ -271,7 +279,7 @@ class Attachment:
         """Drop created state that was not loaded into, and shard full state."""
         self.fresh.discard_unloaded(optimizer)
         self.shard_state(optimizer)
-        self.fresh.own_initial(optimizer)  # what it drops depends on this rank's shards
+        self.fresh.own_initial(optimizer)  # what it marks depends on this rank's shards
 
     def shard_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Replace full or evenly sharded state by this rank's shards."""
@@ -387,6 +395,7 @@ class ZeroGrad:
         optimizer = self._optimizer()
         if optimizer is None:
             return
+        _restore(optimizer)
         parameters = {p for options in optimizer.param_groups for p in options["params"]}
         engines = engines_of(parameters)
         # A graph writes to the gradients that it was captured with. Without ``.grad``, the step would ignore them.

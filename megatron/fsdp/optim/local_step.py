@@ -74,14 +74,14 @@ class LocalStep:
             kwargs: Its keyword arguments.
             after_closure: Called after the closure.
         """
-        self._restore(optimizer)  # torch does not call post-hooks of a step that raised an error
+        self.restore(optimizer)  # torch does not call post-hooks of a step that raised an error
         self._swap(optimizer)
         closure = closure_of(args, kwargs)
         if closure is None:
             return None
 
         def call() -> Any:
-            self._restore(optimizer)
+            self.restore(optimizer)
             # If the closure raises an error, DTensors stay in place: callers may save a checkpoint then.
             loss = closure()
             after_closure()
@@ -96,7 +96,7 @@ class LocalStep:
 
     def after_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         """Step post-hook: restore the DTensors, and count the writes to them, which their local tensors have seen."""
-        self._restore(optimizer)
+        self.restore(optimizer)
         with torch._C.DisableTorchFunctionSubclass():
             mains = [main for options in optimizer.param_groups for main in options["params"]]
             mains = [m for m in mains if m in self._dp_groups and m.grad is not None]
@@ -133,10 +133,12 @@ class LocalStep:
         move_scales(optimizer, main, local)
         return local
 
-    def _restore(self, optimizer: torch.optim.Optimizer) -> None:
+    def restore(self, optimizer: torch.optim.Optimizer) -> None:
+        """Put the DTensors back, with the gradients and state of the plain tensors, unless that is done."""
         if self._replaced is None:
             return
-        for options, mains in zip(optimizer.param_groups, self._replaced, strict=True):
+        # A group may have been added after a step that raised.
+        for options, mains in zip(optimizer.param_groups, self._replaced, strict=False):
             options["params"] = mains
             for main in mains:
                 if main in self._dp_groups:
