@@ -166,6 +166,7 @@ INTERLEAVED = f"{PP} --num-layers-per-virtual-pipeline-stage 1"
 # An untied embedding has rows of tokens that do not occur, whose gradients are zero.
 OVERLAPPED = f"{ALLTOALL} {EP} --overlap-moe-expert-parallel-comm"
 ZEROS = "--untie-embeddings-and-output-weights --log-num-zeros-in-grad"
+OFFLOAD = "--optimizer-cpu-offload --use-precision-aware-optimizer"
 META = "--init-model-with-meta-device"
 INSTANCES = "--num-distributed-optimizer-instances 2"
 OF_EXPERTS = "--expert-num-distributed-optimizer-instances 2 --expert-data-parallel-sharding-strategy optim"
@@ -349,6 +350,7 @@ CASES = (
     ),
     Case("option", "uneven pipeline stages", 4, f"{PP} --decoder-first-pipeline-num-layers 1", ONE, layers=3),
     Case("option", "double buffer", 2, "", SHARDED, only_fsdp="--fsdp-double-buffer"),
+    Case("option", "optimizer offloaded, TP 2", 4, f"{TP} --sequence-parallel", ONE, only_fsdp=OFFLOAD),
     Case("option", "max-pool double buffer", 2, "", ONE, only_fsdp="--megatron-fsdp-max-pool-double-buffer"),
     Case("option", "no Gloo process groups", 2, "--disable-gloo-process-groups --distributed-timeout-minutes 5", ONE),
 )

@@ -145,6 +145,7 @@ SHARDED: dict[str, Sequence[Any]] = {
     ],
     "double buffer": ["", "", "", "--fsdp-double-buffer"],
     "start": ["", "", "--init-model-with-meta-device"],
+    "offload": ["", "", "", "--optimizer-cpu-offload --use-precision-aware-optimizer"],
     "dtypes": ["", "", "", "--megatron-fsdp-main-params-dtype fp32 --megatron-fsdp-main-grads-dtype fp32"],
 }
 CHECKPOINT: dict[str, Sequence[Any]] = {"source": ["fsdp", "fsdp", "ddp"], "moved": [True, True, False]}

@@ -81,7 +81,7 @@ def ddp_config(strategy: str | None = "optim_grads_params", **changes: Any) -> D
 
 
 def gpt(config: TransformerConfig, tied: bool = True, vocabulary: int | None = None) -> torch.nn.Module:
-    """The unwrapped model, equal on all ranks; in a Float16Module if the config asks for bf16."""
+    """The unwrapped model, equal on all ranks; in a Float16Module if the config asks for bf16 or fp16."""
     torch.manual_seed(7)
     model = GPTModel(
         config,
@@ -90,7 +90,7 @@ def gpt(config: TransformerConfig, tied: bool = True, vocabulary: int | None = N
         max_sequence_length=SEQUENCE,
         share_embeddings_and_output_weights=tied,
     )
-    return Float16Module(config, model) if config.bf16 else model
+    return Float16Module(config, model) if config.bf16 or config.fp16 else model
 
 
 def wrapped(strategy: str | None, build: Callable[..., torch.nn.Module] = gpt, **changes: Any) -> torch.nn.Module:

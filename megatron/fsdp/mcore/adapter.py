@@ -249,10 +249,10 @@ class FullyShardedDataParallel(_BaseDataParallel):
             self._check_gradients()
         gradient = self.module.fsdp_config.grad_attribute
         for param in self.module.engine.params():
-            if getattr(param.main, "shared_embedding", False):
-                # Megatron-Core sums the gradients of tied embeddings on two pipeline stages and assigns this rank's
-                # shard of the sum, a plain tensor. A DTensor's .grad must be a DTensor; main_grad, which Megatron-Core
-                # prefers, may be anything.
+            # Megatron-Core sums the gradients of tied embeddings on two pipeline stages and assigns this rank's shard
+            # of the sum, a plain tensor. A DTensor's .grad must be a DTensor; main_grad, which Megatron-Core prefers,
+            # may be anything. It reduces main_grad or grad over tensor-parallel ranks, and never decoupled_grad.
+            if getattr(param.main, "shared_embedding", False) or gradient != "grad":
                 param.main.main_grad = getattr(param.main, gradient)
         if not USING_PYTORCH_OPTIMIZER and not self.module.fsdp_config.offload_optimizer:
             # Fused optimizers of Apex and Transformer Engine skip the tensors that follow an empty one.

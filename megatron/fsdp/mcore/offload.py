@@ -1,7 +1,8 @@
 """``--optimizer-cpu-offload``: main weights and the optimizer's state in host memory, updated there.
 
-Gradients stay on the device until the optimizer's step, in ``.decoupled_grad``: Megatron-Core reduces them over tensor-
-and pipeline-parallel ranks, unscales and clips them there, with kernels and process groups that take no host memory.
+Gradients stay on the device until the optimizer's step, in ``.decoupled_grad`` and ``.main_grad``: Megatron-Core
+reduces them over tensor- and pipeline-parallel ranks, unscales and clips them there, with kernels and process groups
+that take no host memory.
 """
 
 import weakref

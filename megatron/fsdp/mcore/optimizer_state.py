@@ -30,6 +30,18 @@ def copy_model_params_to_main_params(original: Callable[..., None], optimizer: A
         original(optimizer, *args, **kwargs)
 
 
+def gradients_to_unscale(original: Callable[..., Any], optimizer: Any) -> list[torch.Tensor]:
+    """The gradients that fp16 unscales. The adapter has dropped those of empty shards if the optimizer is fused."""
+    if not _updates_ours(optimizer):
+        found: list[torch.Tensor] = original(optimizer)
+        return found
+    name = "decoupled_grad" if optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 else "grad"
+    params = [param for group in optimizer.optimizer.param_groups for param in group["params"]]
+    grads = [grad.data for param in params if (grad := getattr(param, name)) is not None]
+    # torch's kernel takes no empty list.
+    return grads or [torch.zeros_like(optimizer.found_inf)]
+
+
 def initialize(original: Callable[..., None], optimizer: Any) -> None:
     """Create state to load into, and leave weights and step counts as they are.
 

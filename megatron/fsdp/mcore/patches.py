@@ -314,6 +314,11 @@ MEGATRON = Patches(
             "raises an error with FSDP after loading without optimizer state, although main weights were loaded",
             "optimizer_state:copy_model_params_to_main_params",
         ),
+        _patch(
+            f"{_DISTRIBUTED_OPTIMIZER}._collect_main_grad_data_for_unscaling",
+            "unscales gradients of empty shards, which a fused optimizer must not see",
+            "optimizer_state:gradients_to_unscale",
+        ),
         *_public(),
         # Megatron-Bridge has copies of these. It builds and wraps models with the functions above.
         _in_bridge(

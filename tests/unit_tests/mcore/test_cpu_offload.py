@@ -10,6 +10,7 @@ import torch
 import tests.megatron_models as mm
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.fsdp import FSDPConfig
+from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron.fsdp.mcore import FullyShardedDataParallel
 from megatron.fsdp.mcore.adapter import fsdp_config
 from megatron.fsdp.mcore.offload import build_optimizer
@@ -20,18 +21,19 @@ from tests.ranks import RankPool
 
 
 def _trained(strategy: str, offload: dict[str, Any], changes: dict[str, Any]) -> tuple[list[float], dict, Any]:
-    """Gradient norms, weights and the optimizer after a few steps."""
+    """Gradient norms, shards of weights and the optimizer after a few steps."""
     transformer = mm.transformer_config(finalize_model_grads_func=mm.finalize, **changes)
     settings = mm.ddp_config(strategy, grad_reduce_in_fp32=True, megatron_fsdp_use_decoupled_grad=bool(offload))
     vars(settings).update(offload)
-    model = FullyShardedDataParallel(config=transformer, ddp_config=settings, module=mm.gpt(transformer))
+    model = FullyShardedDataParallel(config=transformer, ddp_config=settings, module=mm.gpt(transformer, vocabulary=30))
     precise = {"use_precision_aware_optimizer": True} if offload else {}
     optimizer = mm.optimizer_of(model, **precise, **offload)
-    return mm.run_steps(model, optimizer).norms, mm.weights_of(model), optimizer
+    norms = mm.run_steps(model, optimizer).norms
+    return norms, {param.name: local_shard(param.main).clone() for param in model.module.engine.params()}, optimizer
 
 
-def _equal(strategy: str, changes: dict[str, Any]) -> None:
-    with mm.megatron():
+def _equal(strategy: str, changes: dict[str, Any], **sizes: int) -> None:
+    with mm.megatron(**sizes):
         norms, weights, _ = _trained(strategy, {}, changes)
         for fraction in (1.0, 0.4):
             offload = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction}
@@ -50,6 +52,15 @@ def _equal(strategy: str, changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_trains_as_without_it_to_the_bit(ranks: RankPool, strategy: str, bf16: bool) -> None:
     ranks.run(2, _equal, strategy, {"bf16": bf16})
+
+
+def _sequence_parallel() -> None:
+    sizes = {"tensor_model_parallel_size": 2}
+    _equal("optim_grads_params", {**sizes, "sequence_parallel": True, "bf16": True}, **sizes)
+
+
+def test_gradients_of_tensor_parallel_replicas_are_reduced(ranks: RankPool) -> None:
+    ranks.run(4, _sequence_parallel)
 
 
 def _needs_the_wrapper() -> None:

@@ -70,6 +70,8 @@ BROKEN: dict[str, dict[str, Any]] = {
         "save": "s3://bucket/run",
         "log_progress": True,
     },
+    "skip_train with load or pretrained_checkpoint": {"skip_train": True, "load": "run"},
+    "qk_clip or log_max_attention_logit": {"log_max_attention_logit": True},
     "non_persistent_ckpt_type global": {"non_persistent_ckpt_type": "global"},
     "ckpt_convert_format": {"ckpt_convert_format": "torch_dist"},
     "megatron_fsdp_main_params_dtype other than fp32 with clip_grad": {
@@ -97,6 +99,9 @@ def test_each_limit_is_an_error_that_says_what_to_do(limit: limits.Limit) -> Non
 @pytest.mark.parametrize(
     ("words", "refused"),
     [
+        ("--skip-train", ""),
+        ("--skip-train --load run", "skip_train with load"),
+        ("--qk-clip", "qk_clip or log_max_attention_logit"),
         ("--save memory://run --async-save", "save on object storage with async_save"),
         ("--save /mnt/s3 --async-save", ""),
         ("--train-iters 20 --lr-warmup-iters 100", "lr_warmup_iters or lr_warmup_samples"),

@@ -1,5 +1,6 @@
 """--use-precision-aware-optimizer: Transformer Engine's FusedAdam, by a mock with its interface."""
 
+import contextlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -57,6 +58,22 @@ def _equals_ddp(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_trains_as_ddp_with_torchs_adam(ranks: RankPool, strategy: str) -> None:
     ranks.run(3, _equals_ddp, strategy)
+
+
+def _unscales(strategy: str) -> None:
+    def norms(fused: bool) -> list[float]:
+        with transformer_engine() if fused else contextlib.nullcontext():
+            model = mm.wrapped(strategy, fp16=True)
+            optimizer = mm.optimizer_of(model, fp16=True, loss_scale=64.0)
+            return mm.run_steps(model, optimizer).norms
+
+    with mm.megatron():
+        torch.testing.assert_close(norms(True), norms(False), rtol=2e-2, atol=0)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_fp16_unscales_beside_empty_shards_with_a_fused_optimizer(ranks: RankPool, strategy: str) -> None:
+    ranks.run(3, _unscales, strategy)
 
 
 def _narrow() -> None:
