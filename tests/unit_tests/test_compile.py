@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
+from megatron.fsdp import fsdp2
 from megatron_fsdp import fully_shard, fully_shard_model
 from tests.models import (
     STRATEGIES,
@@ -180,6 +181,28 @@ def _sharded_model() -> None:
 
 def test_compiling_the_sharded_model(ranks: RankPool) -> None:
     ranks.run(2, _sharded_model)
+
+
+def _sharded_by_the_first_call(early: bool) -> None:
+    with _fresh_compiler():
+        torch.manual_seed(3)
+        reference = TinyModel().to(device())
+        model = copy.deepcopy(reference)
+        for module in (*model.blocks, model):
+            fsdp2.fully_shard(module)
+        if early:
+            list(model.parameters())
+        compiled = torch.compile(model, backend="eager")
+        for tokens in batches(2, 1)[:, 0]:
+            loss_of(compiled, tokens).backward()
+            loss_of(reference, tokens).backward()
+        for ours, plain in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad.full_tensor(), plain.grad)
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_compiling_a_marked_model_before_its_first_forward(ranks: RankPool, early: bool) -> None:
+    ranks.run(2, _sharded_by_the_first_call, early)
 
 
 def _nothing_of_the_engine() -> tuple[int, int]:

@@ -281,6 +281,31 @@ def test_gradient_divide_factor(ranks: RankPool) -> None:
     ranks.run(3, _gradient_divide_factor)
 
 
+def _divide_what_waits(mesh: tuple[int, ...], policy: dict) -> None:
+    start, data = TinyModel().to(device()), batches(1, 2)[0]
+    axes = init_device_mesh(DEVICE, mesh, mesh_dim_names=("outer", "inner")[-len(mesh) :])
+    found = []
+    for library in (FSDP2, fsdp2):
+        model = build(library, start, policy, mesh=axes)
+        for module in model.modules():
+            if isinstance(module, library.FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)  # gloo, which torch's needs it for
+        model.set_requires_gradient_sync(False)
+        loss_of(model, data[0]).backward()
+        model.set_requires_gradient_sync(True)
+        model.blocks[0].set_gradient_divide_factor(5.0)
+        loss_of(model, data[1]).backward()
+        gradients = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+        found.append(Run(weights=gradients))
+    assert_same(*found, tolerance=2e-3 if policy else 1e-5)
+
+
+@pytest.mark.parametrize("policy", [{}, {"reduce_dtype": torch.float16}], ids=["fp32", "fp16"])
+@pytest.mark.parametrize("mesh", [(2,), (2, 2)])
+def test_the_divide_factor_applies_to_gradients_that_wait(ranks: RankPool, mesh: tuple[int, ...], policy: dict) -> None:
+    ranks.run(2 * len(mesh), _divide_what_waits, mesh, policy)
+
+
 class TwoHeads(TinyModel):
     """A model with a second method that reads parameters."""
 

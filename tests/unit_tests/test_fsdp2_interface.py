@@ -6,10 +6,11 @@ import re
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed.fsdp as torch_fsdp
 
 from megatron.fsdp import fsdp2
-from tests.models import TinyModel
+from tests.models import TinyModel, batches, device, loss_of
 from tests.ranks import ROOT, RankPool
 
 # What some supported versions of torch lack.
@@ -55,3 +56,17 @@ def _dtypes_per_parameter() -> None:
 
 def test_dtypes_per_parameter_are_refused(ranks: RankPool) -> None:
     ranks.run(1, _dtypes_per_parameter)
+
+
+def _transformed() -> None:
+    model = TinyModel().to(device())
+    fsdp2.fully_shard(model.blocks[0])
+    fsdp2.fully_shard(model)
+    tokens = batches(1, 1)[0, 0]
+    with pytest.raises(NotImplementedError, match=r"torch\.func .* does not work"):
+        torch.vmap(model)(tokens[None])
+    loss_of(model, tokens).backward()
+
+
+def test_a_first_forward_inside_of_torch_func_raises_and_changes_nothing(ranks: RankPool) -> None:
+    ranks.run(1, _transformed)

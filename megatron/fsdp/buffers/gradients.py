@@ -59,10 +59,15 @@ class GradientBuffer:
         self.has_outer_stream = reduction.outer is not None and reduction.outer_stream is not reduction.stream
 
     def rescale(self, ratio: float) -> None:
-        """Multiply the factor of later reductions by ``ratio``. Reductions in flight are not affected."""
-        of_placed = self.reduction.rescale(ratio)
+        """Multiply the factor by ``ratio`` for later gradients, and for those that wait for another micro-batch."""
+        of_placed, of_inner_sum = self.reduction.rescale(ratio)
+        self.wait()
         if self.unreduced is not None:
             self.unreduced.mul_(of_placed)
+        if self.reduction.outer is None and self.reduced is not None:
+            self.reduced.mul_(ratio)
+        if self.inner_sum is not None:
+            self.inner_sum.mul_(of_inner_sum)
 
     def for_kernel(self, i: int) -> torch.Tensor:
         """Memory of undefined content for this micro-batch's gradient of parameter ``i``, in ``main_grads_dtype``.

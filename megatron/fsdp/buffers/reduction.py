@@ -134,15 +134,15 @@ class Reduction:
     def _factor_at(self, stage: Stage) -> float:
         return self._factor if stage is self._stage else 1.0
 
-    def rescale(self, ratio: float) -> float:
+    def rescale(self, ratio: float) -> tuple[float, float]:
         """Multiply gradients that are placed from now on by ``ratio``.
 
         Returns:
-            The factor for gradients that are placed already.
+            The factors for gradients that are placed already, and for their sum over the inner axis of two.
         """
         self._scale *= ratio
         self._factor *= ratio
-        return ratio if self._stage is Stage.PLACED else 1.0
+        return ratio if self._stage is Stage.PLACED else 1.0, 1.0 if self._stage is Stage.SUMMED else ratio
 
     @property
     def factor_of_mean(self) -> float:

@@ -202,7 +202,9 @@ class FSDPModule(MarkedModule):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module. The first call shards the model."""
-        args, kwargs = _before_forward(self, args, kwargs)
+        # torch.compile cannot trace how a model is sharded.
+        before = torch._dynamo.disable(_before_forward) if torch.compiler.is_dynamo_compiling() else _before_forward
+        args, kwargs = before(self, args, kwargs)
         try:
             return _after_forward(self, super().__call__(*args, **kwargs))
         except BaseException as error:

@@ -26,6 +26,7 @@ from megatron.fsdp.comm.backends import compute_device, local_device
 from megatron.fsdp.comm.streams import communication_stream
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
+from megatron.fsdp.helpers.autograd import refuse_transforms
 from megatron.fsdp.init.materialize import check_has_values
 from megatron.fsdp.optim.hooks import attach_at_first_use, attach_if_needed, watch_steps
 from megatron.fsdp.runtime.agreement import as_text, checksum, difference, receive
@@ -273,6 +274,7 @@ def shard_if_pending(module: MarkedModule, computes: bool = False) -> None:
         around = [m for m in _pending if any(inner is module for inner in m.modules())]
         outermost = max(around, key=lambda m: sum(1 for _ in m.modules()))
         if computes:
+            refuse_transforms(type(module).__name__)
             check_has_values(outermost)
         _shard(outermost)
 

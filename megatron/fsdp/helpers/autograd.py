@@ -13,3 +13,12 @@ def in_backward() -> bool:
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Call ``callback`` at the end of the backward that runs. If that raises, autograd drops the callback uncalled."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def refuse_transforms(what: str) -> None:
+    """Raise NotImplementedError, which begins with ``what``, inside of ``torch.func``."""
+    if torch._C._functorch.maybe_current_level() is not None:
+        raise NotImplementedError(
+            f"{what}: torch.func (vmap, grad, jvp, jacrev) does not work through a sharded model. Use "
+            "torch.autograd.grad, torch.autograd.functional.jacobian, or a loop in place of vmap."
+        )
