@@ -1,6 +1,7 @@
 """Methods other than ``forward`` that use parameters: calling one unshards and reshards units as forward does."""
 
 import functools
+import inspect
 import weakref
 from typing import Any
 
@@ -10,6 +11,8 @@ from megatron.fsdp.helpers.spelling import did_you_mean
 from megatron.fsdp.module import ShardedModel
 from megatron.fsdp.runtime.engine import engines_of
 from megatron.fsdp.runtime.unit import as_forward
+
+_LATER = inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction
 
 
 def register_forward_method(module: nn.Module, method_name: str) -> None:
@@ -24,7 +27,8 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
         method_name: Name of the method.
 
     Raises:
-        ValueError: The module does not belong to a sharded model, or does not have the method.
+        ValueError: The module does not belong to a sharded model, or does not have the method, or it is a generator or
+            a coroutine.
     """
     wrapper = module if isinstance(module, ShardedModel) else None
     inner = wrapper.module if wrapper is not None else module
@@ -39,7 +43,14 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
     if not callable(own or getattr(type(inner), method_name, None)):
         hint = did_you_mean(method_name, dir(type(inner)))
         raise ValueError(f"register_forward_method: {type(inner).__name__} has no method {method_name!r}.{hint}")
-    call = as_forward(unit, inner, own or _Unbound(inner, method_name))
+    function = own or getattr(type(inner), method_name)
+    if any(runs(function) for runs in _LATER):
+        raise ValueError(
+            f"register_forward_method: {method_name} computes after its call has returned, when weights are sharded "
+            "again. Register a method that returns its results, or those that it calls."
+        )
+    bound = not isinstance(inspect.getattr_static(inner, method_name), staticmethod | classmethod)
+    call = as_forward(unit, inner, own or (_Unbound(inner, method_name) if bound else function))
     setattr(inner, method_name, call)
     if wrapper is not None:
         setattr(wrapper, method_name, call)

@@ -40,8 +40,8 @@ REMEDIES = [
     Remedy(
         "versions of main weights",
         "buffers/weights.py",
-        "return any([weights.version not in (None, weights.main._version) for weights in buffers])",
-        "return False",
+        "return [weights for weights in buffers if weights._axes in written] if written else []",
+        "return []",
     ),
     Remedy(
         "writes counted in aliases",
@@ -225,13 +225,13 @@ REMEDIES = [
     Remedy(
         "writes of a forward to later units",
         "runtime/unit.py",
-        "        if are_outdated(",
+        "        if outdated(",
         "        if False and are_outdated(",
     ),
     Remedy(
         "shards that stay follow writes",
         "buffers/weights.py",
-        "        if are_outdated([self]):",
+        "        if outdated([self]):",
         "        if False:",
         {"ranks": (4,), "mesh": ("hsdp",), "outer": (1,)},
         ("forward", "backward", "accumulate", "write_in_forward"),

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from .network import Block, Embedding, Features, Net
 
@@ -210,8 +211,9 @@ def _mark(net: Net, setting: Setting, place: Meshes, torchs: bool) -> None:
         arguments["mp_policy"] = api.MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     if setting.offload:
         arguments["offload_policy"] = api.CPUOffloadPolicy(pin_memory=False)
-    lists = nn.ModuleList, nn.ParameterList, nn.ParameterDict  # they have no forward, or FSDP2 refuses them
-    parts = [m for m in net.blocks.modules() if any(True for _ in m.parameters(False)) and not isinstance(m, lists)]
+    # They have no forward, or FSDP2 refuses them, or another module reads their weights.
+    no_units = nn.ModuleList, nn.ParameterList, nn.ParameterDict, NonDynamicallyQuantizableLinear
+    parts = [m for m in net.blocks.modules() if any(True for _ in m.parameters(False)) and not isinstance(m, no_units)]
     fine = parts if setting.units == "fine" else []
     embedding = [] if net.embedding is None else [net.embedding]
     for module in [*fine, *([*embedding, *net.blocks] if setting.units != "whole" else [])]:

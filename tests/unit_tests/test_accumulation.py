@@ -1,6 +1,7 @@
 """Gradient accumulation over micro-batches, synchronized after each or after the last only."""
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from tests.models import (
     Block,
     Pair,
     TinyModel,
+    assert_same_gradients,
     batches,
     loss_of,
 )
@@ -169,3 +171,29 @@ def _hook_later() -> None:
 
 def test_hooks_do_not_see_earlier_gradients(ranks: RankPool) -> None:
     ranks.run(2, _hook_later)
+
+
+DROPS: dict[str, Callable[[nn.Parameter], None]] = {
+    "None": lambda parameter: setattr(parameter, "grad", None),
+    "del": lambda parameter: delattr(parameter, "grad"),
+    "another": lambda parameter: setattr(parameter, "grad", parameter.detach() * 2),
+}
+
+
+def _replace_what_waits(strategy: str, way: str) -> None:
+    torch.manual_seed(0)
+    pair = Pair(TinyModel(), zero_dp_strategy=strategy)
+    data = batches(1, 2)[0]
+    for model in (pair.reference, pair.sharded):
+        with model.no_sync() if model is pair.sharded else contextlib.nullcontext():
+            loss_of(model, data[0]).backward()
+            for parameter in model.parameters():
+                DROPS[way](parameter)
+        loss_of(model, data[1]).backward()
+    assert_same_gradients(pair.sharded, pair.reference)
+
+
+@pytest.mark.parametrize("way", DROPS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradients_that_wait_are_replaced(ranks: RankPool, strategy: str, way: str) -> None:
+    ranks.run(2, _replace_what_waits, strategy, way)

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -154,3 +155,32 @@ def _freed() -> None:
 
 def test_registered_methods_do_not_keep_the_model(ranks: RankPool) -> None:
     ranks.run(1, _freed)
+
+
+class Kinds(nn.Linear):
+    """A layer with methods of several kinds."""
+
+    def one_by_one(self, x: torch.Tensor) -> Iterator[torch.Tensor]:
+        yield self(x)
+
+    @staticmethod
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @classmethod
+    def of(cls, x: torch.Tensor) -> torch.Tensor:
+        return x * len(cls.__name__)
+
+
+def _kinds() -> None:
+    model = fully_shard_model(nn.Sequential(Kinds(3, 3)).to(device()), fsdp_unit_modules=[Kinds])
+    layer, x = model.module[0], torch.ones(1, 3, device=device())
+    with pytest.raises(ValueError, match="one_by_one computes after its call has returned"):
+        register_forward_method(layer, "one_by_one")
+    for name, factor in (("twice", 2), ("of", 5)):
+        register_forward_method(layer, name)
+        assert torch.equal(getattr(layer, name)(x), x * factor)
+
+
+def test_kinds_of_methods(ranks: RankPool) -> None:
+    ranks.run(1, _kinds)

@@ -5,6 +5,7 @@ import logging
 import os
 import select
 import signal
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -168,14 +169,21 @@ def test_parameters_that_share_memory_raise(ranks: RankPool, shared: str) -> Non
         ranks.run(1, _shard_parts, shared)
 
 
-def _in_a_fork() -> str:
+IN_A_FORK: dict[str, Callable[[nn.Module], Any]] = {
+    "forward": lambda model: model(batch()),
+    "full_tensor": lambda model: next(model.parameters()).full_tensor(),
+    "norm": lambda model: torch.nn.utils.get_total_norm(model.parameters()),
+}
+
+
+def _in_a_fork(call: str) -> str:
     model = fully_shard_model(Model().to(device()), fsdp_unit_modules=[Block])
     model(batch())
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            model(batch())
+            IN_A_FORK[call](model)
         except RuntimeError as error:
             os.write(write, str(error).encode())
         os._exit(0)
@@ -186,5 +194,21 @@ def _in_a_fork() -> str:
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="CUDA itself refuses forks")
-def test_a_forked_process_is_refused(ranks: RankPool) -> None:
-    assert all("forked from a rank" in said for said in ranks.run(2, _in_a_fork))
+@pytest.mark.parametrize("call", IN_A_FORK)
+def test_a_forked_process_is_refused(ranks: RankPool, call: str) -> None:
+    assert all("forked from a rank" in said for said in ranks.run(2, _in_a_fork, call))
+
+
+def _read_inside() -> list[bool]:
+    model = fully_shard_model(Model().to(device()), fsdp_unit_modules=[Block])
+    unit = next(module for module in model.modules() if isinstance(module, Block))
+    with model.no_sync():
+        model(batch()).sum().backward()
+    missing: list[bool] = []
+    unit.norm.register_forward_pre_hook(lambda *unused: missing.append(next(unit.parameters()).grad is None))
+    unit(torch.ones(2, 8, device=device()))
+    return missing
+
+
+def test_gradients_wait_while_a_unit_runs_alone(ranks: RankPool) -> None:
+    assert ranks.run(2, _read_inside) == [[True]] * 2

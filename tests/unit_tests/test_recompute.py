@@ -1,8 +1,16 @@
 """Recomputation and backward of a unit share one gather; that training is equal is in test_training.py."""
 
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
 from megatron_fsdp import fully_shard_model
+from tests import training_models
 from tests.exchanges import seen
-from tests.models import Block, batches, loss_of
+from tests.models import Block, adamw, assert_same_training, batches, loss_of
 from tests.ranks import RankPool
 from tests.training_models import Recomputing
 
@@ -24,3 +32,24 @@ def test_recompute_and_backward_of_a_unit_share_one_gather(ranks: RankPool) -> N
     assert ranks.run(2, _count_unshards, "units") == [8, 8]
     # Two blocks at a time: to recompute the first of two again, the second's weights have to go and come back.
     assert ranks.run(2, _count_unshards, "pairs") == [11, 11]
+
+
+class Selective(Recomputing):
+    """Recomputes two blocks at a time, except for their matmuls."""
+
+    context = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+
+    def __init__(self) -> None:
+        super().__init__(False, "pairs")
+
+
+def _train_selective(strategy: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        original: Any = training_models.checkpoint
+        patch.setattr(training_models, "checkpoint", functools.partial(original, context_fn=Selective.context))
+        assert_same_training(Selective(), batches(3, 2), adamw, fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads", "optim_grads_params"])
+def test_selective_recomputation_of_several_units(ranks: RankPool, strategy: str) -> None:
+    ranks.run(2, _train_selective, strategy)

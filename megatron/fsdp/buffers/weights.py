@@ -260,7 +260,7 @@ class WeightBuffer:
 
     def unshard(self, planes: PlaneSet = PlaneSet.ALL) -> Handle | None:
         """Start to unshard compute weights; None if they are up to date or their unshard was started."""
-        if are_outdated([self]):  # shards that stay in memory are of the old ones
+        if outdated([self]):  # shards that stay in memory are of the old ones
             self.invalidate()
         started = [plane for each in self.unsharding.values() for plane in each]
         wanted = [p for p in self.planes if not p.is_current and p not in started and planes.includes(p)]
@@ -404,9 +404,13 @@ class WeightBuffer:
             plane.buffer.free()
 
 
-def are_outdated(buffers: list[WeightBuffer]) -> bool:
-    """Whether main weights were written by something else than an optimizer since they were unsharded."""
-    return any([weights.version not in (None, weights.main._version) for weights in buffers])
+def outdated(buffers: list[WeightBuffer]) -> list[WeightBuffer]:
+    """The buffers on the axes of one whose main weights were written since they were unsharded, but by no optimizer.
+
+    All ranks write dense weights. The ranks that hold an expert may write it alone, and unshard no dense weights again.
+    """
+    written = [weights._axes for weights in buffers if weights.version not in (None, weights.main._version)]
+    return [weights for weights in buffers if weights._axes in written] if written else []
 
 
 def _length(span: slice) -> int:

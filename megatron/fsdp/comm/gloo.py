@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.fsdp.comm.backends import backend_of
+from megatron.fsdp.comm.process_groups import refuse_forks
 
 # gloo's threads need microseconds. More only passes if another thread takes a reference meanwhile.
 SECONDS_TO_RELEASE = 0.5
@@ -27,7 +28,11 @@ def ensure_released(group: dist.ProcessGroup, *tensors: torch.Tensor) -> Iterato
     A thread of gloo's that holds the last reference needs Python to free the tensor. At the end of a script, Python may
     have ended by then, and the process aborts. Other backends may hold tensors until a device has computed, which the
     host must not wait for.
+
+    Raises:
+        RuntimeError: This process was forked from a rank.
     """
+    refuse_forks()
     if not backend_of(group, tensors[0].device).holds_tensors:
         yield
         return

@@ -12,8 +12,8 @@ _GATHER = "Use .full_tensor(), which all ranks must call, or .to_local() for thi
 _CALL = (
     "parameters are unsharded only while their unit runs in the forward of the sharded model: call that, and "
     "modules as block(x), not block.forward(x). If a module reads another one's parameters, give its class in "
-    "fsdp_unit_modules, not the other's. Another method needs megatron_fsdp.register_forward_method(module, 'name'). "
-    + _GATHER
+    "fsdp_unit_modules, not the other's. Another method needs megatron_fsdp.register_forward_method(module, 'name') "
+    "(register_fsdp_forward_method in the FSDP2 interface). " + _GATHER
 )
 BEFORE = "Tie, parametrize, prune and normalize weights before the model is sharded."
 _COLLECTIVE = "every rank has another shard, and gradients are averaged over the ranks already. "
@@ -24,7 +24,7 @@ _REMEDIES = {
     "native_batch_norm _fused_rms_norm _native_multi_head_attention": _CALL,
     "view _unsafe_view permute transpose expand unsqueeze": f"shards have other shapes. {_GATHER} {BEFORE} {_HOOKS}",
     "select slice index index_put_ gather scatter_ unbind narrow": f"{_GATHER} To write, p.copy_(full tensor).",
-    "eye t_ triu tril": "initialize a plain tensor of its shape, equal on all ranks, and p.copy_(that).",
+    "eye t_ triu tril linalg_qr": "initialize a plain tensor of its shape, equal on all ranks, and p.copy_(that).",
     "cat stack": "join the full tensors, from p.full_tensor(), or the shards, from p.to_local().flatten().",
     "mse_loss smooth_l1_loss huber_loss": "use element-wise operations, such as (p - q).square().mean().",
     "c10d": _COLLECTIVE + _GATHER,

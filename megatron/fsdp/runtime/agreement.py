@@ -99,6 +99,8 @@ def fingerprint(
             if param.is_meta and not config.sync_module_states:
                 text += ", on the meta device (sync_module_states=True lets the first rank give it values)"
             (experts if apart and param.key.expert else dense)[f"parameter {param.name}"] = text
+        if apart and (count := sum(param.key.expert for param in unit.params)):
+            dense[f"experts of unit {number}"] = f"{count} parameters"
         if settings := settings_of(unit):
             dense[f"setting of unit {number}"] = settings
     for expert, name, buffer in buffers_of(part.module, index) if config.sync_module_states is not False else ():

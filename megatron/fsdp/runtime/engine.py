@@ -24,13 +24,13 @@ from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron.fsdp.helpers.patches import TORCH, Kind, Patch, Patches
 from megatron.fsdp.quantized.storage import Direction
-from megatron.fsdp.runtime.agreement import Agreement
+from megatron.fsdp.runtime.agreement import Agreement, buffers_of
 from megatron.fsdp.runtime.partition import owner_of
 from megatron.fsdp.runtime.passes import PassState
 from megatron.fsdp.runtime.registration import BufferRegistration
 from megatron.fsdp.runtime.schedule import Schedule
 from megatron.fsdp.runtime.unit import Unit, WeightState
-from megatron.fsdp.sharding.mesh import MeshIndex
+from megatron.fsdp.sharding.mesh import DataParallelAxes, MeshIndex
 
 
 class Engine:
@@ -158,12 +158,15 @@ class Engine:
 
     def average_buffers(self, module: nn.Module) -> None:
         """Replace floating-point buffers of ``module`` by their mean over the data-parallel ranks. A collective."""
-        size = self.index.dense.dp_group.size()
-        for buffer in module.buffers():
-            if buffer.is_floating_point():
-                reduce = functools.partial(all_reduce, buffer, dist.ReduceOp.SUM, self.context.dp_group)
-                self.context.stream.run(reduce).wait()
-                buffer.div_(size)
+        for expert, _, buffer in buffers_of(module, self.index):
+            axes = self.index.experts if expert else self.index.dense
+            for group in self._groups_of(axes) if buffer.is_floating_point() else ():
+                self.context.stream.run(functools.partial(all_reduce, buffer, dist.ReduceOp.SUM, group)).wait()
+                buffer.div_(group.size())
+
+    def _groups_of(self, axes: DataParallelAxes) -> list[dist.ProcessGroup]:
+        """The process groups of some axes for tasks of the context's stream."""
+        return [self.context.dp_group] if axes is self.index.dense else [*map(self.context.stream.group, axes.groups)]
 
     # Which backward synchronizes ---------------------------------------------------------------------------------
 
@@ -204,8 +207,10 @@ class Engine:
 
     def finish_before_read(self) -> None:
         """Put waiting gradients into ``.grad``, which is about to be read, unless a forward or backward runs."""
-        runs = self.schedule.in_callers_forward or self.units[0].state is WeightState.FORWARD
-        if self in _waiting and not runs and self.schedule.passes.state is PassState.NO_BACKWARD:
+        if self not in _waiting or self.schedule.in_callers_forward:
+            return
+        runs = any(unit.state is WeightState.FORWARD for unit in self.units)
+        if not runs and self.schedule.passes.state is PassState.NO_BACKWARD:
             self.finish_gradients()
 
     # Weights ---------------------------------------------------------------------------------------------------
@@ -357,6 +362,7 @@ class Engine:
 
     def _attach_gradients(self) -> list[ShardedParameter]:
         groups = [group for group in self.groups if group.requires_grad or group.pending]
+        groups.sort(key=lambda group: group.axes is not self.index.dense)  # experts differ: ranks compare them apart
         used = iter(self._used_anywhere(groups))
         taken = [group.take_gradients() for group in groups]
         # With offload the host reads the gradients from here on. All copies were started before it waits for them.
@@ -374,13 +380,15 @@ class Engine:
         trained = [param.trained for group in groups for param in group.params]
         if self.config.zero_unused_gradients or not used_here:
             return used_here
-        used_anywhere = self.context.any_rank(used_here)
+        dense = sum(len(group.used) for group in groups if group.axes is self.index.dense)
+        parts = [(self.index.dense, used_here[:dense]), (self.index.experts, used_here[dense:])]
+        used_anywhere = [self.context.any_rank(flags, *self._groups_of(axes)) for axes, flags in parts if flags]
         # Reading the flags makes the host wait for the device. If this rank has used every parameter, the result is
         # clear without reading it, unless parameters were frozen, which must be the same ones on all ranks.
         frozen, self._trained = trained != self._trained, trained
         if not frozen and all(used for used, needed in zip(used_here, trained, strict=True) if needed):
             return used_here
-        result = used_anywhere.read()
+        result = [flag for part in used_anywhere for flag in part.read()]
         params = [param for group in groups for param in group.params]
         for param, here, anywhere in zip(params, used_here, result, strict=True):
             if anywhere and not here and not param.trained:
@@ -429,7 +437,16 @@ def synchronizing(original: Any) -> property:
         grad: torch.Tensor | None = original.__get__(tensor)
         return grad
 
-    return property(read, original.__set__, original.__delete__)
+    def write(tensor: nn.Parameter, grad: torch.Tensor | None) -> None:
+        # Otherwise the gradients that wait would be added to the new one.
+        if (engine := owner_of(tensor)) is not None:
+            engine.finish_before_read()
+        original.__set__(tensor, grad)
+
+    def delete(tensor: nn.Parameter) -> None:
+        write(tensor, None)
+
+    return property(read, write, delete)
 
 
 def register_after_synchronizing(original: Callable[..., Any], tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 
 from megatron.fsdp.buffers.flat_buffer import storage_id
@@ -172,7 +173,7 @@ def _resolve(entry: Any, kinds: set[type]) -> type[nn.Module]:
 def parameters_of(module: nn.Module, config: FSDPConfig) -> list[ShardedParameter]:
     """The parameters of a model that are not ignored, each once, with all places where it is registered."""
     found: dict[int, ShardedParameter] = {}
-    for path, owner in module.named_modules():
+    for path, owner in module.named_modules(remove_duplicate=False):
         for attribute, parameter in owner._parameters.items():
             if parameter is not None and parameter not in config.ignored_params:
                 name = public_name(f"{path}.{attribute}" if path else attribute)
@@ -180,7 +181,8 @@ def parameters_of(module: nn.Module, config: FSDPConfig) -> list[ShardedParamete
                 param = found.setdefault(
                     id(parameter), ShardedParameter(name, parameter, [], [], replicated=replicated)
                 )
-                param.sites.append((owner, attribute))
+                if (owner, attribute) not in param.sites:
+                    param.sites.append((owner, attribute))
                 param.names.append(name)
     _check_memory(list(found.values()))
     return list(found.values())
@@ -503,8 +505,9 @@ def _is_unit(module: nn.Module, path: tuple[UnitPart, ...], units: UnitChoice, e
         return False  # torch.compile's wrapper around it is the unit already
     if is_chosen(module, units) or (compiled is not None and is_chosen(compiled, units)):
         return True
-    inside_unit = len(path) > 1
-    return every_module and inside_unit and bool(module._parameters) and _has_forward(module)
+    # torch's attention does not call its output layer, but reads the weights.
+    inside_unit, is_read = len(path) > 1, isinstance(module, NonDynamicallyQuantizableLinear)
+    return every_module and inside_unit and not is_read and bool(module._parameters) and _has_forward(module)
 
 
 def _has_forward(module: nn.Module) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from megatron.fsdp.buffers.weights import PlaneSet, are_outdated
+from megatron.fsdp.buffers.weights import PlaneSet, WeightBuffer, outdated
 from megatron.fsdp.comm.context import CommContext
 from megatron.fsdp.comm.streams import is_capturing
 from megatron.fsdp.config import FSDPConfig
@@ -168,14 +168,15 @@ class Schedule:
 
     def _follow_writes(self) -> None:
         """Unshard all weights again if main weights were written since they were unsharded."""
-        if are_outdated(self._weights) and not self.passes.by_caller:
-            # Unshards that were started may have read a mixture of values.
-            self.reset()
-            self.invalidate()
+        if (written := outdated(self._weights)) and not self.passes.by_caller:
+            if len(written) == len(self._weights) or any(u.state is not WeightState.SHARDED for u in self.units):
+                self.reset()  # unshards that were started may have read a mixture of values
+                written = self._weights
+            self.invalidate(written)
 
-    def invalidate(self) -> None:
+    def invalidate(self, written: list[WeightBuffer] | None = None) -> None:
         """Mark compute weights as out of date after main weights have changed; the next use unshards again."""
-        for weights in self._weights:
+        for weights in written or self._weights:
             weights.invalidate()
 
     def _follow_freezing(self) -> None:
@@ -197,10 +198,10 @@ class Schedule:
         self.plans.begin_backward()
         for unit in self.units:
             unit.new_backward()
-        outdated = are_outdated(self._weights)
-        self._in_order = not (outdated or self.plans.gathers() or self._orders_may_differ())
-        if outdated:  # all are unsharded again, in the order of the plan
-            self.invalidate()
+        written = outdated(self._weights)
+        self._in_order = not (written or self.plans.gathers() or self._orders_may_differ())
+        if written:  # these are unsharded again, in the order of the plan
+            self.invalidate(written)
             for unit in self.units:
                 if unit.state is WeightState.UNSHARDED:
                     unit.unshard()
@@ -572,8 +573,7 @@ class Schedule:
 
     def _full(self, plan: Plan) -> bool:
         others = [u for u in self.units if u.state is not WeightState.SHARDED and u.temporary and not u.is_root]
-        if self.in_callers_forward and self.passes.by_caller:
-            # Each of the two passes may unshard as many units.
+        if self.in_callers_forward and self.passes.by_caller:  # each of the two passes may unshard as many units
             others = [u for u in others if plan.direction in u.held_by | u.expected_by]
         # Units that stay unsharded until their backward do not count: the limit could not be kept with them.
         unsharded = [u for u in others if not (u.keeps_weights and u.state is WeightState.UNSHARDED)]

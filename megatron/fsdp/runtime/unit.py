@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_map
 from megatron.fsdp.buffers.flat_buffer import storage_id
 from megatron.fsdp.buffers.parameter_group import ParameterGroup
 from megatron.fsdp.buffers.pool import Slot
-from megatron.fsdp.buffers.weights import PlaneSet, are_outdated
+from megatron.fsdp.buffers.weights import PlaneSet, outdated
 from megatron.fsdp.comm.journal import Channel, Log, report_on_failure
-from megatron.fsdp.helpers.autograd import in_backward
+from megatron.fsdp.helpers.autograd import in_backward, refuse_transforms
 from megatron.fsdp.helpers.labels import profiled
 from megatron.fsdp.helpers.weak import not_compiled, weak_method
 from megatron.fsdp.quantized.storage import Direction, storage_of
@@ -202,12 +202,13 @@ class Unit:
                 if (rival := self._other_holder()) is not None:
                     rival.yield_slot(self)
                 self.slot.holder = weakref.ref(self)
-            handles = [handle for group in self.groups if (handle := group.weights.unshard(planes)) is not None]
+            handles = {group: handle for group in self.groups if (handle := group.weights.unshard(planes)) is not None}
         except BaseException:
             self.abandon()  # the weights may be incomplete
             raise
-        if handles:
-            self.channel.note(self._unshard_names[planes], handles)
+        # After a write of experts alone, ranks with other experts unshard nothing.
+        if handles and (len(handles) == len(self.groups) or not all(g.params[0].key.expert for g in handles)):
+            self.channel.note(self._unshard_names[planes], list(handles.values()))
 
     def lacks(self, direction: Direction) -> bool:
         """Whether the compute has not waited for some of the planes that a pass reads."""
@@ -216,7 +217,7 @@ class Unit:
 
     def follow_writes(self) -> None:
         """Unshard again if the forward of another unit has written main weights since the unshard was started."""
-        if are_outdated([group.weights for group in self.groups]):
+        if outdated([group.weights for group in self.groups]):
             self.unshard()
 
     @property
@@ -437,11 +438,7 @@ class Unit:
         """Forward pre-hook. Calls inside a call of the same unit are ignored."""
         if (schedule := self._schedule()) is None:
             return None
-        if torch._C._functorch.maybe_current_level() is not None:
-            raise NotImplementedError(
-                f"FSDP unit {self.label}: torch.func (vmap, grad, jvp, jacrev) does not work through a sharded model. "
-                "Use torch.autograd.grad, torch.autograd.functional.jacobian, or a loop in place of vmap."
-            )
+        refuse_transforms(f"FSDP unit {self.label}")
         if self._depth and not self.runs_forward():
             schedule.reset()
         self._depth += 1

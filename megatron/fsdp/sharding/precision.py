@@ -73,10 +73,10 @@ class MixedPrecisionPolicy:
         """
         if given not in _WIDTH:
             expected = ", ".join(str(d) for d in _WIDTH)
-            raise ValueError(
-                f"Parameter {name}: expected one of the dtypes {expected}; got {given}. If it is not trained, give it "
-                "as ignored_params, or make it a buffer."
-            )
+            remedy = "If it is not trained, give it as ignored_params, or make it a buffer."
+            if given.is_complex:
+                remedy = "Keep a real parameter, and use torch.view_as_complex in the forward."
+            raise ValueError(f"Parameter {name}: expected one of the dtypes {expected}; got {given}. {remedy}")
         compute = self.compute_dtype or given
         main_params = self.main_params_dtype or given
         if _WIDTH[main_params] < _WIDTH[given]:
