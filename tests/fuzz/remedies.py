@@ -226,7 +226,7 @@ REMEDIES = [
         "writes of a forward to later units",
         "runtime/unit.py",
         "        if outdated(",
-        "        if False and are_outdated(",
+        "        if False and outdated(",
     ),
     Remedy(
         "shards that stay follow writes",

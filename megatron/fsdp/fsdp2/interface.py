@@ -63,6 +63,7 @@ from megatron.fsdp.fsdp2.marked import (
     set_mark,
     shard_if_pending,
 )
+from megatron.fsdp.helpers.weak import not_compiled
 from megatron.fsdp.init.materialize import initialized_by_caller
 from megatron.fsdp.runtime.structure import reject_conversion
 from megatron.fsdp.runtime.unit import Unit, WeightState
@@ -202,9 +203,8 @@ class FSDPModule(MarkedModule):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module. The first call shards the model."""
-        # torch.compile cannot trace how a model is sharded.
-        before = torch._dynamo.disable(_before_forward) if torch.compiler.is_dynamo_compiling() else _before_forward
-        args, kwargs = before(self, args, kwargs)
+        before = not_compiled(_before_forward) if torch.compiler.is_dynamo_compiling() else _before_forward
+        args, kwargs = before(self, args, kwargs)  # how a model is sharded cannot be traced
         try:
             return _after_forward(self, super().__call__(*args, **kwargs))
         except BaseException as error:

@@ -307,7 +307,7 @@ LIMITS: tuple[Limit, ...] = (
     _not_yet(
         "skip_train with load or pretrained_checkpoint",
         "evaluation alone, for which Megatron does not wrap the model",
-        "Evaluate it as torch_dist, without use_megatron_fsdp.",
+        "Convert the checkpoint to torch_dist, and evaluate without use_megatron_fsdp.",
         lambda s: bool(s["skip_train"] and (s["load"] or s["pretrained_checkpoint"])),
     ),
     _not_yet(

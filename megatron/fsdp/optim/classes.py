@@ -97,19 +97,20 @@ def skips_empty(optimizer: torch.optim.Optimizer) -> bool:
 
 def looks_at(optimizer: torch.optim.Optimizer) -> str | None:
     """The dependency of the optimizer's updates, out of ``LOOKS_AT``, or "block"; None if it is unknown."""
-    cls = type(optimizer)
-    for base in cls.__mro__:
-        kind = _known.get(base) or _by_name(_OTHERS, base)
-        if kind is not None:
-            return kind if _updates_like(cls, base) else None
-    return None
+    base, kind = _listed(type(optimizer))
+    return kind if _updates_like(type(optimizer), base) else None
 
 
 def updates_like(optimizer: torch.optim.Optimizer, classes: Collection[type]) -> bool:
     """Whether the optimizer is of one of the classes, or of a subclass that updates parameters in the same way."""
-    cls = type(optimizer)
-    base = next((base for base in cls.__mro__ if base in _known), object)
-    return base in classes and _updates_like(cls, base)
+    base, _ = _listed(type(optimizer))
+    return base in classes and _updates_like(type(optimizer), base)
+
+
+def _listed(cls: type) -> tuple[type, str | None]:
+    """The first class that is listed, of an optimizer's class and its bases, and its kind; ``object`` without any."""
+    kinds = ((base, _known.get(base) or _by_name(_OTHERS, base)) for base in cls.__mro__)
+    return next((found for found in kinds if found[1] is not None), (object, None))
 
 
 def _by_name(table: dict[str, str], cls: type) -> str | None:

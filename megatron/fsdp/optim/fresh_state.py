@@ -59,11 +59,12 @@ class FreshState:
         missing = [(number, *found) for number, found in enumerate(_parameters(optimizer)) if number not in states]
         if not missing:
             return
+        is_known = updates_like(optimizer, BY_PARAMETER)
         for number, options, main in missing:
             state = self._state_of(optimizer, options, main)
             if state:
                 states[number] = state
-                if not updates_like(optimizer, BY_PARAMETER):
+                if not is_known:
                     optimizer.state[main] = state  # where a method that calls torch's state_dict() may look it up
         state_dict["state"] = dict(sorted(states.items()))
         for group, options in zip(state_dict["param_groups"], optimizer.param_groups, strict=True):
@@ -89,7 +90,8 @@ class FreshState:
 
         A program may load the state dict from before its first step again and again, to restart.
         """
-        self._none_yet = [main for main, state in optimizer.state.items() if _marks(optimizer) and _is_marked(state)]
+        states = optimizer.state.items() if _marks(optimizer) else ()
+        self._none_yet = [main for main, state in states if _is_marked(state)]
         for state in optimizer.state.values() if not isinstance(optimizer, torch.optim.Adagrad) else ():
             # Adagrad has state from the beginning. SGD counts no steps.
             first = state.get("step", state.get("momentum_buffer"))

@@ -206,7 +206,7 @@ class Engine:
             GRADIENTS.uninstall()
 
     def finish_before_read(self) -> None:
-        """Put waiting gradients into ``.grad``, which is about to be read, unless a forward or backward runs."""
+        """Put waiting gradients into ``.grad``, which is about to be read or set, unless a forward or backward runs."""
         if self not in _waiting or self.schedule.in_callers_forward:
             return
         runs = any(unit.state is WeightState.FORWARD for unit in self.units)
@@ -424,23 +424,25 @@ class Engine:
         self.schedule.abandon_gradients()
 
 
-# Engines with gradients that are not synchronized yet: reading ``.grad`` of their main weights synchronizes.
+# Engines with gradients that are not synchronized yet: reading or setting ``.grad`` of their main weights synchronizes.
 _waiting: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
+def _finish_of(tensor: Any) -> None:
+    if (engine := owner_of(tensor)) is not None:
+        engine.finish_before_read()
+
+
 def synchronizing(original: Any) -> property:
-    """The attribute ``grad``, whose value is synchronized before it is read."""
+    """The attribute ``grad``, whose value is synchronized before it is read or set."""
 
     def read(tensor: nn.Parameter) -> torch.Tensor | None:
-        if (engine := owner_of(tensor)) is not None:
-            engine.finish_before_read()
+        _finish_of(tensor)
         grad: torch.Tensor | None = original.__get__(tensor)
         return grad
 
     def write(tensor: nn.Parameter, grad: torch.Tensor | None) -> None:
-        # Otherwise the gradients that wait would be added to the new one.
-        if (engine := owner_of(tensor)) is not None:
-            engine.finish_before_read()
+        _finish_of(tensor)  # otherwise the gradients that wait would be added to the new one
         original.__set__(tensor, grad)
 
     def delete(tensor: nn.Parameter) -> None:
@@ -451,8 +453,7 @@ def synchronizing(original: Any) -> property:
 
 def register_after_synchronizing(original: Callable[..., Any], tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
     """Register a gradient hook that earlier gradients, which are synchronized before, do not pass through."""
-    if (engine := owner_of(tensor)) is not None:  # type: ignore[arg-type]
-        engine.finish_before_read()
+    _finish_of(tensor)
     return original(tensor, hook)
 
 

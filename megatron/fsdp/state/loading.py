@@ -179,15 +179,16 @@ def load(engine: Engine, module: nn.Module, prefix: str, state_dict: Mapping[str
         if strict and not any(_may_forgive(owner) for _, owner in _owners(module)):
             _require_fit(result.missing_keys + missing, result.unexpected_keys + unexpected, tied)
         convert = tuple(key for key, owner in _owners(module) if _loads_itself(owner))
-        fitting = [key for key in keys if _fits(wanted[key], state_dict[key], key, convert)]
+        fits = {key: _fits(wanted[key], state_dict[key], key, convert) for key in keys}
     _compare(engine, wanted, state_dict)
     engine.wait_before_write()
-    for key in fitting:
-        _copy(wanted[key], state_dict[key])
+    for key in keys:
+        if fits[key]:
+            _copy(wanted[key], state_dict[key])
     visit = _Visit(wanted, original, _by_module(module, missing, unexpected), result)
     visit.module(module, "", OrderedDict(original))
     engine.invalidate_weights()
-    left = [key for key in keys if key not in fitting and key not in visit.handled] if len(fitting) < len(keys) else []
+    left = [key for key in keys if not fits[key] and key not in visit.handled]
     _raise_first([*visit.errors, *(str(_other_shape(key, wanted[key], state_dict[key])) for key in left)])
     if strict:
         _require_fit(*result, tied)
@@ -267,11 +268,10 @@ class _Visit:
         key = public_name(path)
         mine = self._apart.pop(key, ([], []))
         if _loads_itself(owner):
-            before, own = dict(given), (list[str](), list[str]())
+            before, own = _inside(given, key), (list[str](), list[str]())
             owner._load_from_state_dict(given, key, self._versions.get(key, {}), True, *own, self.errors)
             mine = [[key for key in keys if key in found] for keys, found in zip(mine, own, strict=True)]
-            self.handled |= {name for name in given if name.startswith(key) and "." not in name[len(key) :]}
-            self._load_renamed(key, before, given)
+            self._follow(key, before, _inside(given, key))
         self._result.missing_keys.extend(mine[0])
         self._result.unexpected_keys.extend(mine[1])
         for name, child in owner._modules.items():
@@ -280,16 +280,20 @@ class _Visit:
         for hook in owner._load_state_dict_post_hooks.values():
             hook(owner, self._result)
 
-    def _load_renamed(self, key: str, before: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-        """Load the entries inside a module's children that it has added or replaced."""
-        for name in {**before, **given}:
-            inside = name.startswith(key) and "." in name[len(key) :]
-            if inside and given.get(name) is not before.get(name):
-                for keys in itertools.chain(*self._apart.values()):
-                    keys[:] = [each for each in keys if each != name]
-                self.handled.add(name)
-                if name in given and name in self._wanted and _fits(self._wanted[name], given[name], name, ()):
-                    _copy(self._wanted[name], given[name])
+    def _follow(self, key: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+        """Load the entries of a module's children that it has added or replaced. It has loaded its own."""
+        changed = [n for n in {**before, **after} if after.get(n) is not before.get(n) and "." in n[len(key) :]]
+        self.handled |= {n for n in after if "." not in n[len(key) :]} | set(changed)
+        for name in changed:
+            for keys in itertools.chain(*self._apart.values()):
+                keys[:] = [each for each in keys if each != name]
+            if name in after and name in self._wanted and _fits(self._wanted[name], after[name], name, ()):
+                _copy(self._wanted[name], after[name])
+
+
+def _inside(given: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """The entries of a module, whose keys begin with ``key``."""
+    return {name: value for name, value in given.items() if name.startswith(key)}
 
 
 def _owners(module: nn.Module) -> list[tuple[str, nn.Module]]:
