@@ -143,13 +143,13 @@ class Checker:
                 self._compare(memory, write, [piece.write, *piece.reads.values()])
             self._space(memory).merge(memory.start, memory.end, write)
 
-    def free(self, memory: Range, owner: int, current: int, recorded: set[int]) -> None:
+    def free(self, memory: Range, owner: int, recorded: set[int]) -> None:
         """Report accesses to memory that is freed by kernels that nothing has waited for.
 
-        Kernels of the owner come before those of its next use, and what the current stream has is waited for by every
-        task that a stream of the engine gets. All others must be waited for, or be recorded.
+        Kernels of the owner come before those of its next use, and before the allocator unmaps the memory. It must have
+        waited for all others, or they are recorded.
         """
-        freed = Access(current, self._number, "free", True, tuple(_stack()))
+        freed = Access(owner, self._number, "free", True, tuple(_stack()))
         for piece in self._pieces(memory):
             for earlier in [piece.write, *piece.reads.values()]:
                 if earlier is not None and earlier.stream not in (HOST, owner, *recorded):

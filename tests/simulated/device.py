@@ -166,9 +166,10 @@ class SimulatedDevice(TorchDispatchMode):
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
         """Run autograd in a thread of its own, whose current stream is that of the forward."""
         results: list[Any] = []
-        stream = self.timeline.current[-1]
+        stream, threads = self.timeline.current[-1], torch.get_num_threads()
 
         def run() -> None:
+            torch.set_num_threads(threads)  # each thread has a number of its own
             try:
                 with self, StreamContext(self.timeline, stream):
                     results.append(_RUN_BACKWARD(*args, **kwargs))

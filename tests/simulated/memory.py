@@ -121,8 +121,7 @@ class Memory:
     def _free(self, storage: _Storage) -> None:
         if storage.block is not None:
             block = storage.block
-            current = self._timeline.current[-1].number
-            self._checker.free(block.reserved, block.stream, current, block.recorded)
+            self._checker.free(block.reserved, block.stream, block.recorded)
             end = max((self._timeline.streams[n].end for n in block.recorded), default=0.0)
             self.allocator.free(storage.block, end)
             storage.block = None

@@ -86,18 +86,20 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(torch.cuda, "MemPool", lambda allocator: found.append(f"pool of {allocator}") or "the pool")
     monkeypatch.setattr(torch.cuda, "use_mem_pool", use)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: found.append(f"synchronize {device}"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: found.append("empty the cache"))
     return found
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_everything_is_done_on_the_models_device(calls: list[str], symmetric: bool) -> None:
     memory = NcclMemory([], torch.device("cuda", 1))
-    memory.allocate(lambda: calls.append("allocate"))
+    memory.allocate(lambda: calls.append("free"), lambda: calls.append("allocate"))
     memory.register(symmetric)
     assert memory.registered
     options = {"symm": True} if symmetric else {}
     assert calls == [
-        *("synchronize cuda:1", "current device cuda:1", "pool of the allocator", "device before"),
+        *("synchronize cuda:1", "free", "empty the cache"),
+        *("current device cuda:1", "pool of the allocator", "device before"),
         *("allocate in the pool on cuda:1", "allocate"),
         *("synchronize cuda:1", f"register with 0 {options}"),
         *("synchronize cuda:1", f"register with 1 {options}"),
@@ -115,13 +117,13 @@ def test_without_multicast_memory_of_torchs_allocator_is_registered(
 ) -> None:
     monkeypatch.setattr(Backend, "has_multicast", False)
     memory = NcclMemory([], torch.device("cuda", 1))
-    memory.allocate(lambda: None)
+    memory.allocate(lambda: None, lambda: None)
     assert "pool of None" in calls and not memory.has_multicast
 
 
 def test_after_an_error_the_groups_end_without_waiting_for_the_device(calls: list[str]) -> None:
     memory = NcclMemory([], torch.device("cuda", 1))
-    memory.allocate(lambda: None)
+    memory.allocate(lambda: None, lambda: None)
     memory.register(True)
     calls.clear()
     try:

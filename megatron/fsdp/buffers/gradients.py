@@ -201,6 +201,7 @@ class GradientBuffer:
             self.give_back(self._read.pop())
         if outer and self.outer_handles:
             _wait(self.outer_handles)
+            self.reduction.stream.follow()
             while self._read_by_outer:
                 self.give_back(self._read_by_outer.pop())
 
@@ -214,9 +215,7 @@ class GradientBuffer:
         Args:
             dtype: Dtype of the result.
         """
-        # A task has allocated this memory, and compute may read it after this wait. Once compute has dropped it, only
-        # tasks reuse the memory, and they wait for compute first (see CudaStream).
-        self.wait()
+        self.wait()  # a task has allocated this memory, and compute reads it
         reduced, self.reduced = self.reduced, None
         if reduced is None:
             return None
@@ -225,7 +224,7 @@ class GradientBuffer:
         else:
             taken = self.reduction.cast(reduced, dtype, Writer.COMPUTE)
         if taken is not reduced:
-            # Compute may still read it: only a task can reuse this memory, and it waits for compute first.
+            self.reduction.stream.follow()
             self.give_back(reduced)
         return taken
 

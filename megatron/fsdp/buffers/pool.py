@@ -300,23 +300,27 @@ class FixedPool:
         found += [(1, _DTYPES.index(dtype), int(writer), tensor.numel()) for (dtype, _, writer), tensor in scratch]
         return sorted(found)
 
+    def release(self, device: torch.device) -> None:
+        """Free all buffers. Tensors in use keep their memory, which leaves the pool: giving them back frees it."""
+        with self._lock:
+            self._free.clear()
+            self._lent.clear()
+            for slot in self._by_place.values():
+                slot.take(torch.UntypedStorage(0, device=device))
+
     def renew(self, buffers: list[Buffer], device: torch.device) -> None:
         """Replace all buffers by new ones on ``device``, in the given order, with undefined content.
 
         They are parts of one allocation. Between several, the allocator would choose the distances, and on each rank
         others. Without ``_swap_data_ptr_``, slots are allocations of their own.
 
-        Slots move together with their views; no unit may be unsharded. Tensors in use keep their memory. It
-        leaves the pool, so that giving them back frees it.
+        Slots move together with their views; no unit may be unsharded.
         """
+        self.release(device)
         sizes = [size * (_DTYPES[which].itemsize if is_scratch else 1) for is_scratch, which, _, size in buffers]
         ends = list(accumulate(-(-size // BUFFER_ALIGNMENT) * BUFFER_ALIGNMENT for size in sizes))
         with self._lock:
-            self._free.clear()
-            self._lent.clear()
             slots = list(self._by_place.values())
-            for slot in slots:
-                slot.take(torch.UntypedStorage(0, device=device))
             block = torch.empty(ends[-1] if ends else 0, dtype=torch.uint8, device=device).untyped_storage()
             for begin, nbytes, (is_scratch, which, writer, size) in zip([0, *ends], sizes, buffers, strict=False):
                 part = block[begin : begin + nbytes]

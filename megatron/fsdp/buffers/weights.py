@@ -378,8 +378,8 @@ class WeightBuffer:
     def reshard(self, keep: bool = False) -> None:
         """Free temporary compute weights, which nothing reads after the compute issued so far.
 
-        On CUDA that compute may still run. Only a later task of the stream gets the memory, and it waits for the
-        compute issued before it. An unshard that nothing has waited for may have failed, and is not waited for.
+        On CUDA that compute may still run. An unshard that nothing has waited for may have failed, and is not waited
+        for.
 
         Args:
             keep: See :meth:`megatron.fsdp.runtime.unit.Unit.reshard`.
@@ -397,6 +397,7 @@ class WeightBuffer:
             # Behind the unshard in the stream's order: the collective of the other ranks still needs the memory.
             self.stream.run(self._free)
         else:
+            self.stream.follow()
             self._free()
 
     def _free(self) -> None:

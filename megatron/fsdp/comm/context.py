@@ -2,6 +2,7 @@
 
 import functools
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,8 +14,18 @@ from megatron.fsdp.comm.collectives import all_reduce, collectives_of
 from megatron.fsdp.comm.journal import Channel, report_on_failure
 from megatron.fsdp.comm.streams import Stream, communication_stream
 
+# Of models whose main weights are in host memory.
+_offloading: "weakref.WeakSet[CommContext]" = weakref.WeakSet()
 
-@dataclass(frozen=True)
+
+def finish_host_reads() -> None:
+    """Make the host wait for the copies of main weights that were issued, before it writes tensors in its memory."""
+    for context in list(_offloading):
+        context.join_unshards()
+        context.finish_offload()
+
+
+@dataclass(frozen=True, eq=False)
 class CommContext:
     """How one model communicates.
 
@@ -62,7 +73,10 @@ class CommContext:
         second = "second" if separate_unshards or runs_ahead(device) else ""
         third = "outer" if has_outer and runs_ahead(device) else ""
         unshards, outer = (communication_stream(device, dp_group, name) for name in (second, third))
-        return cls(device, main_device, stream, unshards, outer, stream.group(dp_group), channel)
+        context = cls(device, main_device, stream, unshards, outer, stream.group(dp_group), channel)
+        if context.offloads:
+            _offloading.add(context)
+        return context
 
     @property
     def streams(self) -> list[Stream]:
@@ -85,9 +99,15 @@ class CommContext:
             torch.cuda.current_stream(self.device).synchronize()
 
     def join(self) -> None:
-        """Make compute wait for all tasks that were issued."""
+        """Make compute wait for all tasks that were issued. Their memory may be freed afterwards."""
         for stream in self.streams:
             stream.join()
+        self.follow()
+
+    def follow(self) -> None:
+        """Before tensors that tasks have allocated are dropped: see :meth:`Stream.follow`."""
+        for stream in self.streams:
+            stream.follow()
 
     def join_unshards(self) -> None:
         """Make compute wait for all unshards that were issued, used or not."""

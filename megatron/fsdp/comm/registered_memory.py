@@ -77,15 +77,18 @@ class NcclMemory:
         """Whether a pool is registered."""
         return self._end is not None and self._end.alive
 
-    def allocate(self, function: Callable[[], None]) -> None:
+    def allocate(self, free: Callable[[], None], function: Callable[[], None]) -> None:
         """End the registration of the earlier pool, and call a function whose allocations come from a new pool.
 
         Args:
-            function: Frees what it had allocated in the earlier pool and allocates again.
+            free: Frees what the function had allocated before.
+            function: Allocates.
         """
-        # Tasks may still use what the function frees.
+        # Tasks may still use what is freed.
         torch.cuda.synchronize(self._device)
         self.deregister()
+        free()
+        torch.cuda.empty_cache()  # while a pool is in use, torch gives back no memory for an allocation that fails
         # A pool belongs to the device that is current when it is made.
         with torch.cuda.device(self._device):
             self._pool = torch.cuda.MemPool(self._backends[0].mem_allocator if self.has_multicast else None)

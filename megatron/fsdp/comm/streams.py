@@ -82,6 +82,15 @@ class Stream(ABC):
         # only wait for it once it has joined the capture, by the wait for compute with which every task starts.
         self.run(_nothing).wait()
 
+    def follow(self) -> None:
+        """Before memory of the stream is freed: let its next user come after the compute issued so far.
+
+        The next task would. The allocator is earlier: for an allocation that fails, it waits for this stream alone and
+        then unmaps its free memory (``expandable_segments``), and a task may be given from another stream of compute.
+        On CPU, compute is synchronous.
+        """
+        _nothing()
+
     @abstractmethod
     def group(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
         """Return the process group, with the ranks of ``group``, that tasks of this stream must use."""
@@ -299,8 +308,8 @@ class CudaStream(Stream):
     """A CUDA stream.
 
     Memory that a task allocates belongs to this stream's part of the caching allocator, so only later tasks reuse it.
-    Each of these first waits for the compute issued before it was given (:meth:`run`). That wait makes it safe for the
-    compute to use the memory between its wait for the task (``Handle.wait``) and the moment when the memory is freed.
+    Compute may use the memory from its wait for the task (``Handle.wait``) until the stream follows it (:meth:`follow`,
+    or the next :meth:`run`) and the memory is freed.
 
     Compute runs on the current stream of ``device``, which need not be the current device.
     """
@@ -323,6 +332,12 @@ class CudaStream(Stream):
         event = torch.cuda.Event()
         event.record(self._stream)
         return _CudaHandle(event, self._device)
+
+    def follow(self) -> None:
+        """Wait for the compute issued so far, without a task."""
+        # In a capture, whose memory is its own, a stream that is not joined afterwards would be an error.
+        if not is_capturing():
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def group(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
         """The caller's group: its own thread issues the collectives.

@@ -29,7 +29,9 @@ from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from megatron.fsdp.comm.backends import is_on_host
 from megatron.fsdp.comm.collectives import broadcast
+from megatron.fsdp.comm.context import finish_host_reads
 from megatron.fsdp.dtensor.gathering import ToFull, ToLocal, gather_full, on_device, reduce_over
 from megatron.fsdp.dtensor.placements import (
     InChunks,
@@ -151,10 +153,7 @@ class RaggedDTensor(InChunks, DTensor):
 
     def full_tensor(self, *, grad_placements: object = None) -> torch.Tensor:
         """Gather the full tensor. Differentiable. A collective over the mesh, and so is its backward."""
-        if in_graph([self]):
-            full: torch.Tensor = ToFull.apply(self)
-            return full
-        return gather_full(self)
+        return ToFull.apply(self) if in_graph([self]) else gather_full(self)
 
     def redistribute(
         self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **options: Any
@@ -170,10 +169,8 @@ class RaggedDTensor(InChunks, DTensor):
 
     def to_local(self, *, grad_placements: object = None) -> torch.Tensor:
         """This rank's shard: rows of the tensor, or a one-dimensional range if it cuts a row. Differentiable."""
-        if in_graph([self]):
-            local: torch.Tensor = ToLocal.apply(self)
-            return local
-        return self._local_tensor
+        local: torch.Tensor = ToLocal.apply(self) if in_graph([self]) else self._local_tensor
+        return local
 
     def __deepcopy__(self, memo: dict) -> torch.Tensor:
         if any(isinstance(each, nn.Module) for each in memo.values()):
@@ -187,6 +184,10 @@ class RaggedDTensor(InChunks, DTensor):
         # The attributes of a main weight refer to the model, which cannot be pickled.
         bare = nn.Parameter(self.detach(), self.requires_grad) if hasattr(self, OWNER) else self
         return DTensor.__reduce_ex__(bare, protocol)
+
+    def __float__(self) -> float:
+        """Read the only element. torch.tensor() of a list of norms does that while it dispatches no operation."""
+        return float(reduced(self))
 
     def __format__(self, format_spec: str) -> str:
         return format(self.item(), format_spec) if format_spec or not self.dim() else repr(self)
@@ -312,6 +313,10 @@ _ALIASES = (aten.alias.default, aten.detach.default)
 
 
 def _dispatch(func: Any, args: tuple, kwargs: dict) -> Any:
+    written = _targets(func, args, kwargs) if func._schema.is_mutable else []
+    tensors = [each for each in tree_flatten(written)[0] if isinstance(each, RaggedDTensor)]
+    if any(is_on_host(each.device) for each in tensors):
+        finish_host_reads()
     try:
         result = _run(func, args, kwargs)
     except Unsupported as error:
@@ -319,12 +324,8 @@ def _dispatch(func: Any, args: tuple, kwargs: dict) -> Any:
     if not func._schema.is_mutable:
         return result
     # Autograd counts writes to a tensor, but not those to its ``.data`` or in a list, and not in the shard.
-    written = _targets(func, args, kwargs)
-    tensors = [each for each in tree_flatten(written)[0] if isinstance(each, RaggedDTensor)]
     torch._C._increment_version([*tensors, *(each._local_tensor for each in tensors)])
-    if result is None:
-        return None
-    return tuple(written) if isinstance(result, tuple) else written[0]
+    return None if result is None else tuple(written) if isinstance(result, tuple) else written[0]
 
 
 @functools.cache

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from megatron.fsdp.comm.backends import runs_ahead
 from megatron.fsdp.comm.collectives import all_to_all
 from megatron.fsdp.comm.streams import Handle, Stream
 from megatron.fsdp.dtensor.placements import RaggedShard
@@ -131,24 +132,31 @@ class MatrixExchange:
             compute: Called on the owner with the index and the full matrix: returns the result, of the same shape.
             write: Called with the index and a flat fp32 tensor, which is this rank's shard of the result.
         """
-        arriving = self._gather(0, read) if self._rounds else None
-        leaving: _Round | None = None
-        for number in range(len(self._rounds)):
-            current, arriving = arriving, None
-            if number + 1 < len(self._rounds):
-                arriving = self._gather(number + 1, read)
-            assert current is not None
-            current.wait()
-            for i, slices in current.owned:
-                result = compute(i, torch.cat(slices).view(self._matrices[i].shape))
-                for part, of_rank in zip(slices, result.reshape(-1).split([s.numel() for s in slices]), strict=True):
-                    part.copy_(of_rank)
-            current.send_back(self._stream)
+        try:
+            arriving = self._gather(0, read) if self._rounds else None
+            leaving: _Round | None = None
+            for number in range(len(self._rounds)):
+                current, arriving = arriving, None
+                if number + 1 < len(self._rounds):
+                    arriving = self._gather(number + 1, read)
+                assert current is not None
+                current.wait()
+                for i, slices in current.owned:
+                    result = compute(i, torch.cat(slices).view(self._matrices[i].shape))
+                    for part, of_rank in zip(
+                        slices, result.reshape(-1).split([s.numel() for s in slices]), strict=True
+                    ):
+                        part.copy_(of_rank)
+                current.send_back(self._stream)
+                if leaving is not None:
+                    leaving.finish(write)
+                leaving = current
             if leaving is not None:
                 leaving.finish(write)
-            leaving = current
-        if leaving is not None:
-            leaving.finish(write)
+        except BaseException:
+            if runs_ahead(self._device):
+                self._stream.join()  # memory that exchanges use is freed while the exception propagates
+            raise
 
     def _gather(self, number: int, read: Read) -> "_Round":
         """Start to send the shards of a round's matrices to their owners."""

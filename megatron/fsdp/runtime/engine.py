@@ -220,6 +220,7 @@ class Engine:
 
         The next unshard of a unit copies from the new main weights.
         """
+        self.context.follow()  # a step has read gradients
         self.schedule.reset()
         self.schedule.invalidate()
 
@@ -260,7 +261,8 @@ class Engine:
             weights.wait()
 
     def wait_for_prefetched(self) -> None:
-        """Wait for the all-gathers that :meth:`Schedule.prefetch_first` has started."""
+        """Wait for the all-gathers that :meth:`Schedule.prefetch_first` has started. Called after a step."""
+        self.context.follow()  # it has read gradients
         for group in self.groups:
             for handle in group.weights.unsharding:
                 handle.wait()
@@ -372,6 +374,7 @@ class Engine:
         for group, reduced in zip(groups, taken, strict=True):
             flags = [next(used) for _ in group.params]
             arrived += group.attach_gradients(reduced, flags)
+        self.context.follow()  # what was added to earlier gradients is dropped now
         return arrived
 
     def _used_anywhere(self, groups: list[ParameterGroup]) -> list[bool]:
@@ -414,6 +417,7 @@ class Engine:
         if not set_to_none and not self.config.cuda_graph_mode:
             self.finish_pending_gradients()  # parameters that have gradients keep some
         self._nothing_waits()
+        self.context.follow()
         for group in self.groups:
             group.clear_gradients(set_to_none)
 

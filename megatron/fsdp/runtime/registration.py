@@ -108,7 +108,8 @@ class BufferRegistration:
         """Move the buffers to memory that is not registered yet. A collective."""
         failure: Exception | None = None
         try:
-            self._memory.allocate(functools.partial(self._pool.renew, buffers, self._context.device))
+            release = functools.partial(self._pool.release, self._context.device)
+            self._memory.allocate(release, functools.partial(self._pool.renew, buffers, self._context.device))
         except Exception as error:  # noqa: BLE001 - the other ranks must hear of any
             failure = error
         # The first collective of a group makes its communicator, to which nothing can be registered before. And

@@ -279,6 +279,26 @@ def _exchange_matrices(settings: dict[str, Any]) -> None:
         assert_clean(sim)
 
 
+def _failing_exchange() -> None:
+    """The next round's matrices are on their way when the computation of one raises an error."""
+    with fake_ranks(4), simulated_device(5.0) as sim, patch.object(matrix_exchange, "ROUND", 1):
+        model, _ = sharded(Model)
+        mains = [param.main for param in model.engine.params() if len(param.local_shape) == 2]
+        matrices = FullMatrices(mains, lambda main: float(main.numel()))
+        with pytest.raises(ZeroDivisionError):
+            matrices.map(
+                lambda main, share: share.copy_(local_shard(main).view(-1)),
+                lambda main, matrix: matrix / (1 // 0),
+                lambda main, share: None,
+            )
+        _use_memory()
+        assert_clean(sim)
+
+
+def test_full_matrices_whose_computation_fails(ranks: RankPool) -> None:
+    ranks.run(1, _failing_exchange)
+
+
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_full_matrices(ranks: RankPool, settings: str) -> None:
     ranks.run(1, _exchange_matrices, SETTINGS[settings])

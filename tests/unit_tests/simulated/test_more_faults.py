@@ -24,7 +24,18 @@ from tests.ranks import RankPool
 from tests.simulated.device import DEVICE
 from tests.simulated.faults import Ended
 from tests.simulated.models import BF16, sharded, two_axes
-from tests.unit_tests.simulated.test_faults import HSDP, HYBRID, OFFLOAD, ZERO_3, _replace, _train, find
+from tests.unit_tests.simulated.test_faults import (
+    HSDP,
+    HYBRID,
+    OFFLOAD,
+    ZERO_3,
+    _left_out,
+    _replace,
+    _simulation,
+    _step,
+    _train,
+    find,
+)
 from tests.unit_tests.simulated.test_more import _use_memory
 
 pytestmark = [
@@ -198,7 +209,7 @@ ROWS: dict[str, tuple[Any, str, Callable[..., Any], dict[str, Any], tuple[str, .
         "wait",
         read_by_outer_freed_by_inner_wait,
         {**ZERO_3, **HYBRID},
-        ("_reduce_scatter_base_ reads on stream 3", "free writes on stream 0"),
+        ("_reduce_scatter_base_ reads on stream 3", "free writes on stream 1"),
     ),
     "both reduction streams have one free list": (
         Reduction,
@@ -341,3 +352,61 @@ def _find_in_program(what: str) -> None:
 @pytest.mark.parametrize("what", PROGRAMS)
 def test_races_in_programs_are_found(ranks: RankPool, what: str) -> None:
     ranks.run(1, _find_in_program, what)
+
+
+def _write_after_evaluation() -> None:
+    for injected in (None, _replace(CommContext, "finish_offload", _left_out)):
+        with _simulation(injected) as sim:
+            model, _ = sharded(**ZERO_3, **OFFLOAD)
+            with torch.no_grad():
+                model(batches(1, 1).to(DEVICE)[0][0])
+                for parameter in model.parameters():
+                    parameter.mul_(0.5)
+            reports = [str(race) for race in sim.races]
+            assert all("_cast_into" in report and "writes on the host" in report for report in reports)
+            assert bool(reports) == (injected is not None)
+
+
+def test_main_weights_written_over_a_copy_in_flight_are_found(ranks: RankPool) -> None:
+    ranks.run(1, _write_after_evaluation)
+
+
+def _two_streams_of_compute() -> None:
+    """A second model computes next to the first. They communicate in the same streams."""
+    for injected in (None, _replace(CudaStream, "follow", _left_out)):
+        with _simulation(injected) as sim:
+            (student, optimizer), (teacher, _) = sharded(**ZERO_3), sharded(**ZERO_3)
+            side = torch.cuda.Stream()
+            for (tokens,) in batches(3, 1).to(DEVICE):
+                side.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(side), torch.no_grad():
+                    wanted = teacher(tokens)
+                loss = loss_of(student, tokens)
+                torch.cuda.current_stream().wait_stream(side)
+                (loss + 0 * wanted.float().mean()).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            found = [race for race in sim.races if "_unshard" in str(race.later) and race.later.kernel != "free"]
+            assert bool(found) == (injected is not None) == bool(sim.races)
+
+
+def test_memory_read_in_another_stream_of_compute_is_found(ranks: RankPool) -> None:
+    ranks.run(1, _two_streams_of_compute)
+
+
+def _load_after_step() -> None:
+    for injected in (None, _replace(Engine, "wait_before_write", _left_out)):
+        with _simulation(injected) as sim:
+            model, optimizer = sharded(**ZERO_3, **OFFLOAD)
+            state = {name: value.clone() for name, value in model.state_dict().items()}
+            _step(model, optimizer, batches(1, 1).to(DEVICE)[0])
+            model.load_state_dict(state)
+            reports = [str(race) for race in sim.races]
+            if injected is None:
+                assert reports == []
+            else:
+                assert any("_cast_into" in r and "writes on the host" in r and "copy_shard" in r for r in reports)
+
+
+def test_main_weights_loaded_over_a_copy_in_flight_are_found(ranks: RankPool) -> None:
+    ranks.run(1, _load_after_step)
