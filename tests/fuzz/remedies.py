@@ -58,8 +58,8 @@ REMEDIES = [
     Remedy(
         "full tensors in losses",
         "dtensor/ragged_dtensor.py",
-        "        if in_graph([self]):\n            full:",
-        "        if False:\n            full:",
+        "return ToFull.apply(self) if in_graph([self]) else",
+        "return ToFull.apply(self) if False else",
     ),
     Remedy(
         "gradients of reads are averaged",

@@ -85,7 +85,7 @@ def defect(found: list[Result], reduced: Result) -> str:
 
 
 def source(result: Result) -> str:
-    """A file that runs the program, for tests/fuzz/found."""
+    """A script that runs the program, which a test keeps in tests/fuzz/found.py."""
     what = result.verdict.what.splitlines()[0][:100] if result.verdict.what else ""
     program = result.program.source()
     features = "from tests.fuzz.network import Features\n" if "Features(" in program else ""

@@ -174,6 +174,21 @@ def with_others(recorded: list[Op], guessed: list[Op], others: set[int]) -> list
     return result
 
 
+def _unshards(unit: Unit) -> list[Op]:
+    """The operations that unshard a unit for its backward."""
+    ops = [Op(OpKind.UNSHARD, unit.index)]
+    if unit.is_directional:
+        # It may be recomputed. Ranks that skip it do not know, and have to issue what the others need.
+        ops.append(Op(OpKind.UNSHARD_FORWARD_ONLY, unit.index))
+    return ops
+
+
+def _begins(unit: Unit, requested: list[Op]) -> int:
+    """Where the operations of a unit, or of units inside it, begin."""
+    own = next((place for place, op in enumerate(requested) if op.unit_index == unit.index), len(requested))
+    return min([own, *(_begins(child, requested) for child in unit.children)])
+
+
 def _is_subsequence(short: list[Op], long: list[Op]) -> bool:
     remaining = iter(long)
     return all(op in remaining for op in short)
@@ -183,7 +198,7 @@ class Plans:
     """The plan of the forward, and that of the backward for the units that take gradients at the moment.
 
     Both are guessed from the order in which modules are registered. The recordings of the first forward and backward
-    replace them. After parameters were frozen or unfrozen, the backward is guessed and recorded again.
+    replace them. After parameters were frozen or unfrozen, the backward is guessed from the forward and recorded again.
 
     Args:
         units: All units; the root first, then in the order of registration.
@@ -237,24 +252,28 @@ class Plans:
         kept = {op.unit_index for op in self._kept()} - {self._units[0].index}
         lost = {index for index in kept if self._units[index].state is WeightState.SHARDED}
         self.backward = self._usual
-        if lost := lost - {op.unit_index for op in self._usual.requested if op.kind is OpKind.UNSHARD}:
+        requested = self._usual.requested
+        if lost := lost - {op.unit_index for op in requested if op.kind is OpKind.UNSHARD}:
+            requested = list(requested)
+            for unit in (self._units[index] for index in sorted(lost, reverse=True)):  # from the inside outwards
+                if (place := _begins(unit, requested)) < len(requested):
+                    requested[place:place] = _unshards(unit)
             every = self._guessed_backward(kept=[]).requested
-            self.backward = self._backward(with_others(self._usual.requested, every, lost))
+            self.backward = self._backward(with_others(requested, every, lost))  # those without gradients
         self.backward.restart()
 
     def _guessed_backward(self, kept: list[Op] | None = None) -> Plan:
         kept = self._kept() if kept is None else kept
+        indices = dict.fromkeys(op.unit_index for op in self.forward.requested)
+        place = {index: number for number, index in enumerate(indices)}
 
         def requested(unit: Unit) -> list[Op]:
-            ops = [Op(OpKind.UNSHARD, unit.index)]
-            if unit.is_directional and ops[0] not in kept:
-                # It may be recomputed. Ranks that skip it do not know, and have to issue what the others need.
-                ops.append(Op(OpKind.UNSHARD_FORWARD_ONLY, unit.index))
-            for child in reversed(unit.children):
+            ops = [] if Op(OpKind.UNSHARD, unit.index) in kept else _unshards(unit)
+            for child in sorted(unit.children, key=lambda child: place[child.index], reverse=True):
                 ops += requested(child)
             return [*ops, Op(OpKind.REDUCE, unit.index)] if unit.trainable else ops
 
-        return self._backward([op for op in requested(self._units[0]) if op not in kept])
+        return self._backward(requested(self._units[0]))
 
     def _trainable(self) -> tuple[bool, ...]:
         return tuple(unit.trainable for unit in self._units)
