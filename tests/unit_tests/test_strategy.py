@@ -4,22 +4,16 @@ import re
 from pathlib import Path
 
 import megatron.fsdp
-from megatron.fsdp.sharding.strategy import INNER, Distribution, resolve_strategy
+from megatron.fsdp.sharding.strategy import INNER, resolve_strategy
 
 
 def test_zero_stage_is_the_position_in_the_table() -> None:
     assert [resolve_strategy(stage) for stage in range(4)] == list(INNER)
 
 
-def test_distributions_of_each_strategy() -> None:
-    replicate, partial, shard = Distribution.REPLICATE, Distribution.PARTIAL, Distribution.SHARD
-    table = {name: (p.parameters, p.gradients, p.optimizer) for name, p in INNER.items()}
-    assert table == {
-        "no_shard": (replicate, partial, replicate),
-        "optim": (replicate, partial, shard),
-        "optim_grads": (replicate, shard, shard),
-        "optim_grads_params": (shard, shard, shard),
-    }
+def test_each_stage_shards_one_kind_more() -> None:
+    stages = [(p.shards_parameters, p.shards_gradients, p.shards_optimizer) for p in INNER.values()]
+    assert stages == [(False, False, False), (False, False, True), (False, True, True), (True, True, True)]
 
 
 def test_no_other_file_of_the_engine_names_a_strategy_in_code() -> None:

@@ -5,51 +5,32 @@ Training Trillion Parameter Models", arXiv:1910.02054). No other file compares a
 """
 
 from dataclasses import dataclass, replace
-from enum import Enum
 
 from megatron.fsdp.helpers.spelling import did_you_mean
 
 
-class Distribution(Enum):
-    """How the ranks of a data-parallel axis hold one kind of tensor."""
-
-    REPLICATE = "every rank holds the same full tensor"
-    PARTIAL = "every rank holds a full tensor, and the value is their sum"
-    SHARD = "every rank holds its own shard"
-
-
 @dataclass(frozen=True)
 class AxisStrategy:
-    """Distribution of parameters, gradients (between micro-batches) and optimizer state on one data-parallel axis."""
+    """The kinds of tensors that one data-parallel axis shards. Every rank holds the others in full.
 
-    parameters: Distribution
-    gradients: Distribution
-    optimizer: Distribution
+    Attributes:
+        shards_parameters: Full compute weights exist only while their unit is unsharded.
+        shards_gradients: Gradients are reduced after every micro-batch, so that each rank keeps only its shard. If
+            not, every rank keeps full ones between micro-batches, and the gradients are their sum.
+        shards_optimizer: Each rank updates only its shard of the main weights.
+    """
 
-    @property
-    def shards_parameters(self) -> bool:
-        """True if full compute weights exist only while their unit is unsharded."""
-        return self.parameters is Distribution.SHARD
+    shards_parameters: bool
+    shards_gradients: bool
+    shards_optimizer: bool
 
-    @property
-    def shards_gradients(self) -> bool:
-        """True if gradients are reduced after every micro-batch, so that each rank keeps only its shard."""
-        return self.gradients is Distribution.SHARD
-
-    @property
-    def shards_optimizer(self) -> bool:
-        """True if each rank updates only its shard of the main weights."""
-        return self.optimizer is Distribution.SHARD
-
-
-_R, _P, _S = Distribution.REPLICATE, Distribution.PARTIAL, Distribution.SHARD
 
 # Strategies of the inner axis (dp_shard). The position in the table is the ZeRO stage.
 INNER: dict[str, AxisStrategy] = {
-    "no_shard": AxisStrategy(parameters=_R, gradients=_P, optimizer=_R),
-    "optim": AxisStrategy(parameters=_R, gradients=_P, optimizer=_S),
-    "optim_grads": AxisStrategy(parameters=_R, gradients=_S, optimizer=_S),
-    "optim_grads_params": AxisStrategy(parameters=_S, gradients=_S, optimizer=_S),
+    "no_shard": AxisStrategy(False, False, False),
+    "optim": AxisStrategy(False, False, True),
+    "optim_grads": AxisStrategy(False, True, True),
+    "optim_grads_params": AxisStrategy(True, True, True),
 }
 
 # Strategies of the outer axis (dp_outer): HSDP ("no_shard") and hybrid FSDP ("optim").
@@ -87,7 +68,7 @@ class Sharding:
     @property
     def with_full_parameters(self) -> "Sharding":
         """The same strategies, except that every rank keeps full compute weights."""
-        return Sharding(replace(self.inner, parameters=Distribution.REPLICATE), self.outer)
+        return Sharding(replace(self.inner, shards_parameters=False), self.outer)
 
     @property
     def keeps_shard(self) -> bool:
