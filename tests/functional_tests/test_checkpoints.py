@@ -1,6 +1,7 @@
 """Checkpoints in Megatron's training loop: training resumes exactly, and any topology loads any other's checkpoint."""
 
 import random
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ from megatron.fsdp.checkpoint.reader import CheckpointReader
 from megatron.fsdp.helpers.spelling import bare_name
 from scripts.parity import DDP, fsdp_arguments, model_arguments, write_corpus
 from scripts.parity_cases import ALLTOALL, CP, EP, INSTANCES, LLAMA, MTP, OF_EXPERTS, PP, TP, Case
-from scripts.real_loop import Run, run, started
+from scripts.real_loop import Run, RunFailure, run, started
 from tests.launch import torchrun
 from tests.ranks import DEVICE
 from tests.slow import all_but_slow
@@ -82,6 +83,11 @@ RESUMED = {
     "no_shard, bf16": (f"{LLAMA} --bf16", Topology(2, strategy="no_shard")),
     "ZeRO-2, TP 2, PP 2, tied": ("", Topology(4, f"{TP} {PP} --sequence-parallel", "optim_grads")),
     "EP 2": (ALLTOALL, Topology(4, EP)),
+    # Its second stage has no parameters with rates of their own.
+    "PP 3, decoupled rates": (
+        f"{LLAMA} --num-layers 3 --untie-embeddings-and-output-weights --decoupled-lr 1e-3",
+        Topology(3, "--pipeline-model-parallel-size 3"),
+    ),
 }
 
 
@@ -93,6 +99,27 @@ def test_resumed_training_is_the_same(corpus: Path, tmp_path: Path, name: str) -
     resumed = train(corpus, model, topology, "--load", str(tmp_path))
     assert len(resumed.iterations) == LAST - SAVED
     assert resumed.iterations == whole.iterations[SAVED:]
+
+
+@pytest.mark.slow
+def test_rates_of_another_run(corpus: Path, tmp_path: Path) -> None:
+    topology, words = Topology(1), ("--untie-embeddings-and-output-weights", "--lr-decay-style", "linear")
+    refused, rates = "", []
+    for options in (
+        ("--save", str(tmp_path), "--save-interval", str(SAVED)),
+        ("--lr", "1e-3"),
+        ("--lr", "1e-3", "--override-opt_param-scheduler"),
+        ("--lr", "1e-3", "--use-checkpoint-opt_param-scheduler"),
+    ):
+        loads = () if "--save" in options else ("--load", str(tmp_path), "--ckpt-step", str(SAVED))
+        try:
+            found = train(corpus, LLAMA, topology, *words, *options, *loads).log
+            rates.append([float(rate) for rate in re.findall(r"learning rate: ([\d.E+-]+)", found)])
+        except RunFailure as failure:
+            refused = str(failure)
+    whole, own, saved = rates
+    assert "expected max_lr 0.002, as in the checkpoint" in refused and "--override-opt_param-scheduler" in refused
+    assert saved == whole[SAVED:] and own == pytest.approx([rate / 2 for rate in saved], rel=1e-3)
 
 
 @pytest.mark.slow

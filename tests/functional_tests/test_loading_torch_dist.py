@@ -1,5 +1,6 @@
 """A run with FSDP continues a run with Megatron's DDP from its checkpoint, exactly as after a conversion."""
 
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from tests.checkpoints import plain_objects, plain_tensors, same
 from tests.functional_tests.test_convert import (
     BY_PARAMETER,
     ITERATION,
+    LAST,
     MODELS,
     OURS,
     SAVED,
@@ -84,6 +86,28 @@ def test_training_continues_as_after_a_conversion(corpus: Path, tmp_path: Path, 
     tensors, wanted = plain_tensors(saved["source"]), plain_tensors(saved["there"])
     assert [key for key, tensor in wanted.items() if not same(tensors.get(key), tensor)] == []
     assert same(objects_of(saved["source"]), objects_of(saved["there"]))
+
+
+@pytest.mark.parametrize("format", [(), (BY_PARAMETER,)], ids=["buffers", "by parameter"])
+def test_the_loss_scale_goes_on(corpus: Path, tmp_path: Path, format: tuple[str, ...]) -> None:
+    model = Model(f"{LLAMA} --fp16 --initial-loss-scale 65536 --loss-scale-window 1 --hysteresis 1", 1)
+    source = save(corpus, model, tmp_path / "source", *format)
+    there = converted(source, tmp_path / "there", "fsdp_dtensor")
+    back = converted(there, tmp_path / "back", "torch_dist")
+    own = ("--save", str(tmp_path / "own"), "--save-interval", "1", "--exit-interval", str(SAVED + 1))
+    train(corpus, model, *OURS, "--load", str(there.parent), *own)
+    scales = [
+        re.findall(r"loss scale: ([\d.]+)", train(corpus, model, *wrapper, "--load", str(folder)).log)
+        for wrapper, folder in (
+            ((*TORCH_DIST, *format), source.parent),
+            (OURS, source.parent),
+            (OURS, there.parent),
+            ((*TORCH_DIST, BY_PARAMETER), back.parent),
+            (OURS, tmp_path / "own"),
+        )
+    ]
+    assert len(scales[0]) == LAST - SAVED and float(scales[0][0]) > 65536
+    assert scales == [*[scales[0]] * 4, scales[0][1:]]
 
 
 def test_both_kinds_of_checkpoints_in_one_folder(corpus: Path, tmp_path: Path) -> None:

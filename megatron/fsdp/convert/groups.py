@@ -2,9 +2,11 @@
 
 import argparse
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch
 
 from megatron.fsdp.checkpoint.checksums import read_json
 from megatron.fsdp.convert.canonical import Tensors
@@ -144,6 +146,21 @@ def _decays(name: str, dimensions: int, args: argparse.Namespace) -> bool:
     if getattr(args, "apply_wd_to_qk_layernorm", False) and ("q_layernorm." in name or "k_layernorm." in name):
         return True
     return dimensions > 1 and not name.endswith(".bias")
+
+
+def scaler_as_numbers(found: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The state of fp16's gradient scalers as numbers, as ``fsdp_dtensor`` has it; empty if there is none.
+
+    Megatron's DDP has one for dense parameters and one for experts, FSDP one for both: the smaller scale overflows in
+    neither.
+    """
+    numbers = [{k: v.item() if isinstance(v, torch.Tensor) else v for k, v in state.items()} for state in found]
+    return min((state for state in numbers if state), key=lambda state: state["scale"], default={})
+
+
+def scaler_as_tensors(numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of a gradient scaler as Megatron has it."""
+    return {k: torch.tensor([v], dtype=torch.float) if k == "scale" else v for k, v in numbers.items()}
 
 
 def chains(optimizer: Any) -> list[list[Group]]:

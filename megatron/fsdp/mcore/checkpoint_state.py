@@ -18,6 +18,8 @@ from megatron.core import parallel_state
 from megatron.core.transformer.module import Float16Module
 from megatron.fsdp.api.uneven_dtensor import narrow_rows
 from megatron.fsdp.buffers.parameter import ShardedParameter
+from megatron.fsdp.convert.canonical import SCALER
+from megatron.fsdp.convert.groups import scaler_as_numbers, scaler_as_tensors
 from megatron.fsdp.helpers.spelling import bare_name
 from megatron.fsdp.mcore.adapter import ShardedModule
 from megatron.fsdp.mcore.parameter_names import (
@@ -153,17 +155,29 @@ class CheckpointState(dict[str, Any]):
 
     Attributes:
         raw: What Megatron made and expects back after loading, by key: models and optimizers.
+        scalers: fp16's gradient scalers. Megatron stores their state in no ``fsdp_dtensor`` checkpoint.
     """
 
     def __init__(self, state: Mapping[str, Any], chunks: Sequence[ShardedModule], loading: bool = False) -> None:
         super().__init__(state)
         self.chunks, self.loading = chunks, loading
         self.raw: dict[str, Any] = {}
+        self.scalers: list[Any] = state.scalers if isinstance(state, CheckpointState) else []
+
+    def add_scalers(self, optimizer: Any) -> None:
+        """Add the state of the optimizer's gradient scalers. They all scale one loss, and have one state."""
+        found = [getattr(each, SCALER, None) for each in getattr(optimizer, "chained_optimizers", [optimizer])]
+        self.scalers = [scaler for scaler in found if scaler is not None]
+        if numbers := scaler_as_numbers(scaler.state_dict() for scaler in self.scalers):
+            self[SCALER] = numbers
 
     def restore(self) -> None:
         """Put back what Megatron made; its tensors share the memory of those that were loaded."""
         self.pop("model", None)
         self.update(self.raw)
+        if numbers := self.pop(SCALER, None):
+            for scaler in self.scalers:
+                scaler.load_state_dict(scaler_as_tensors(numbers))
 
 
 def preprocess_fsdp_dtensor_state_dict(

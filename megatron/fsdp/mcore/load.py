@@ -14,6 +14,7 @@ from megatron.fsdp.checkpoint import loading
 from megatron.fsdp.checkpoint.matching import Reaction, Strictness
 from megatron.fsdp.checkpoint.reader import RELEASE
 from megatron.fsdp.checkpoint.storage import as_path
+from megatron.fsdp.convert.canonical import SCALER
 from megatron.fsdp.convert.fsdp_dtensor import KEPT
 from megatron.fsdp.helpers.notes import add_note
 from megatron.fsdp.mcore.checkpoint_state import LAYOUTS_KEY, CheckpointState, Names
@@ -62,10 +63,11 @@ def strictness_of(args: Any, saved: Callable[[], Mapping[str, Any]] = dict) -> S
     lenient = not getattr(args, "strict_fsdp_dtensor_load", True)
 
     def optional(key: str) -> bool:
-        return bool(_KERNEL_SETTINGS.fullmatch(key)) or (lenient and not key.startswith("model."))
+        scaler = key.startswith(f"{SCALER}.")  # other runs have no fp16, and other FSDPs do not store it
+        return scaler or bool(_KERNEL_SETTINGS.fullmatch(key)) or (lenient and not key.startswith("model."))
 
     def extra(key: str) -> bool:
-        return key == KEPT or key.startswith(f"{LAYOUTS_KEY}.") or bool(_STEP.fullmatch(key))
+        return key == KEPT or key.startswith((f"{LAYOUTS_KEY}.", f"{SCALER}.")) or bool(_STEP.fullmatch(key))
 
     return Strictness(missing, unexpected, optional, extra, padding_of(vars(args) if args else {}, saved))
 

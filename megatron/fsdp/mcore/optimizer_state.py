@@ -8,6 +8,7 @@ import torch
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron.fsdp.mcore.adapter import FullyShardedDataParallel
 from megatron.fsdp.mcore.checkpoint_state import optimizer_names
+from megatron.fsdp.mcore.resuming import megatron_arguments
 
 
 def _updates_ours(optimizer: Any) -> bool:
@@ -28,6 +29,46 @@ def copy_model_params_to_main_params(original: Callable[..., None], optimizer: A
     """Do nothing for sharded models: their main weights are what was loaded."""
     if not _updates_ours(optimizer):
         original(optimizer, *args, **kwargs)
+
+
+# Settings of a group that Megatron's schedules read: the options that set them, besides --lr's.
+_SCHEDULED = {
+    "max_lr": "--lr, --decoupled-lr",
+    "min_lr": "--min-lr, --decoupled-min-lr",
+    "wd_mult": "parameters without weight decay",
+    "lr_mult": "multipliers of the learning rate",
+    "start_wd": "--start-weight-decay",
+    "end_wd": "--end-weight-decay",
+}
+
+
+def groups_to_load(
+    original: Callable[..., Any], optimizer: Any, saved: dict[str, Any], own: list[dict[str, Any]], strict: bool = True
+) -> Any:
+    """A checkpoint's settings of this run's groups. Groups without parameters on this rank keep their own.
+
+    Raises:
+        ValueError: Rates or decay are those of another run, and no option says which to take.
+    """
+    found = original(optimizer, saved, own, strict)
+    if not _updates_ours(optimizer):
+        return found
+    counts = [{"step": group["step"]} for group in found if group["params"] and "step" in group]
+    args = megatron_arguments()
+    for group, run in zip(found, own, strict=True):
+        if not group["params"]:
+            group |= {name: value for name, value in run.items() if name != "params"} | (counts[0] if counts else {})
+        for name in _SCHEDULED.keys() & group.keys() & run.keys():
+            if group[name] == run[name] or getattr(args, "use_checkpoint_opt_param_scheduler", True):
+                continue
+            if not args.override_opt_param_scheduler:
+                raise ValueError(
+                    f"{_SCHEDULED[name]}: {group['params'][0]}: expected {name} {group[name]}, as in the checkpoint; "
+                    f"got {run[name]}. Give --override-opt_param-scheduler to take this run's values, or "
+                    "--use-checkpoint-opt_param-scheduler to keep the checkpoint's."
+                )
+            group[name] = run[name]
+    return found
 
 
 def gradients_to_unscale(original: Callable[..., Any], optimizer: Any) -> list[torch.Tensor]:

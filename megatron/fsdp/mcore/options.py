@@ -1,8 +1,9 @@
 """Options of Megatron-LM's main branch, which the command line takes or refuses by name with every version."""
 
 import argparse
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron.core import __version__
 from megatron.fsdp.api.ddp_config import FLAGS
@@ -51,14 +52,15 @@ LATER = """
 added: set[str] = set()
 
 
-class _Refuse(argparse.Action):
-    """Ends parsing with an error about an option that the installed Megatron-Core lacks."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *unused: Any) -> None:
-        parser.error(
-            f"{self.option_strings[0]}: expected an option of megatron-core {__version__}; got one of Megatron-LM's "
-            "main branch. Leave it out, or put a checkout of that branch in front of PYTHONPATH."
-        )
+def _explaining(error: Callable[[str], NoReturn], message: str) -> NoReturn:
+    """Replaces a parser's ``error``: says that an option which the parser does not know is one of a later version."""
+    for option in message.split() if message.startswith("unrecognized arguments:") else ():
+        if option.partition("=")[0] in LATER:
+            error(
+                f"{option}: expected an option of megatron-core {__version__}; got one of Megatron-LM's main branch. "
+                "Leave it out, or put a checkout of that branch in front of PYTHONPATH."
+            )
+    error(message)
 
 
 def add_megatron_arguments(original: Callable[..., Any], parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -71,9 +73,7 @@ def add_megatron_arguments(original: Callable[..., Any], parser: argparse.Argume
         if option not in made._option_string_actions:
             group.add_argument(option, default=argparse.SUPPRESS, **options)
             added.add(name)
-    for option in LATER:
-        if option not in made._option_string_actions:
-            group.add_argument(option, action=_Refuse, nargs="*", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    made.error = functools.partial(_explaining, made.error)  # type: ignore[method-assign]
     return made
 
 

@@ -152,10 +152,13 @@ MEGATRON = Patches(
             "muon:get_emerging_optimizer",
         ),
         # Statistics of gradients.
-        _patch(
-            "megatron.training.training:get_megatron_optimizer",
-            "reduces statistics over one optimizer instance, or over tensor- and pipeline-parallel ranks only",
-            "statistics:get_megatron_optimizer",
+        *(
+            _patch(
+                f"megatron.{module}:get_megatron_optimizer",
+                "reduces statistics over one optimizer instance, or over tensor- and pipeline-parallel ranks only",
+                "statistics:get_megatron_optimizer",
+            )
+            for module in ("training.training", "core.optimizer")
         ),
         _patch(
             f"{_OPTIMIZERS}:MegatronOptimizer._filter_grads_for_norm",
@@ -308,6 +311,11 @@ MEGATRON = Patches(
             f"{_DISTRIBUTED_OPTIMIZER}._init_optimizer_states_with_dummy_values",
             "takes a step to create state to load into; if nothing is loaded, training begins with the second step",
             "optimizer_state:initialize",
+        ),
+        _patch(
+            f"{_DISTRIBUTED_OPTIMIZER}._param2group_meta_to_param_groups",
+            "takes the learning rates of the checkpoint with every option, and empties groups without parameters",
+            "optimizer_state:groups_to_load",
         ),
         _patch(
             f"{_DISTRIBUTED_OPTIMIZER}._copy_model_params_to_main_params",

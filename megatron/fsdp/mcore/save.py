@@ -20,7 +20,10 @@ def generate_state_dict(original: Callable[..., Any], args: Any, model: list[Any
     if args.ckpt_format != "fsdp_dtensor":
         return state
     loading = bool((kwargs.get("optim_sd_kwargs") or {}).get("is_loading"))
-    return CheckpointState(state, list(model), loading=loading)
+    found = CheckpointState(state, list(model), loading=loading)
+    if "optimizer" in found:
+        found.add_scalers(rest[0] if rest else kwargs["optimizer"])
+    return found
 
 
 def preprocess(original: Any, args: Any, raw_state_dict: dict[str, Any], model: Any) -> CheckpointState:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
@@ -38,6 +39,9 @@ def get_megatron_optimizer(
     check(settings)
     adjust(settings)
     optimizer = original(config, model_chunks, *args, **kwargs)
+    if not isinstance(optimizer, ChainedOptimizer):
+        # As for DDP: norms are reduced by ranks without parameters, too, and only this class skips large ones.
+        optimizer = ChainedOptimizer([optimizer])
     optimizer.sharded_chunks = [chunk.module for chunk in ours]
     for part in _parts(optimizer):
         part.grad_stats_parallel_group = dist.group.WORLD

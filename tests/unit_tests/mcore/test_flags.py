@@ -72,6 +72,9 @@ def test_options_of_later_versions_are_refused_by_name(capsys: pytest.CaptureFix
         with pytest.raises(SystemExit):
             _parser().parse_args([option, "1"])
         assert f"{option}: expected an option of megatron-core" in capsys.readouterr().err
+    own = _parser()
+    own.add_argument("--grad-norm-skip-threshold", type=float)  # by a script, as extra_args_provider
+    assert own.parse_args(["--grad-norm-skip-threshold", "5"]).grad_norm_skip_threshold == 5
     args = SimpleNamespace(use_megatron_fsdp=False, fsdp_buffer_count=3)
     with pytest.raises(ValueError, match="--fsdp-buffer-count: expected --use-megatron-fsdp"):
         validate_args(lambda args: None, args)
