@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
+from megatron.fsdp.checkpoint import safe_pickle
 from megatron.fsdp.checkpoint.archive import ChecksummedFile
 from megatron.fsdp.checkpoint.checksums import (
     METADATA,
@@ -306,12 +307,13 @@ def save(state_dict: dict[str, Any], folder: str | os.PathLike, planner: SavePla
     Args:
         state_dict: Nested dicts and lists of tensors, DTensors and objects.
         folder: Of the checkpoint.
-        planner: Decides what this rank writes. None: a :class:`Planner`.
+        planner: Decides what this rank writes. None: a :class:`Planner`, which refuses objects that loading would
+            refuse.
 
     Raises:
-        CheckpointException: On every rank, if any rank could not write.
+        CheckpointException: On every rank, if any rank could not write, or an object cannot be loaded again.
     """
-    save_with(Writer(folder), state_dict, planner=planner or Planner())
+    save_with(Writer(folder), state_dict, planner=planner or Planner(checks=True))
 
 
 def save_with(writer: Writer, state_dict: dict[str, Any], **options: Any) -> Any:
@@ -332,12 +334,14 @@ class Planner(DefaultSavePlanner):
     Args:
         writes_objects: Whether this rank writes what is not sharded.
         copies: Whether to copy tensors in host memory, for a save that continues while training modifies them.
+        checks: Whether to refuse objects that our own loading would refuse.
     """
 
-    def __init__(self, writes_objects: bool = True, copies: bool = False) -> None:
+    def __init__(self, writes_objects: bool = True, copies: bool = False, checks: bool = False) -> None:
         super().__init__()
         self._writes_objects = writes_objects
         self._copies = copies
+        self._checks = checks
 
     def create_local_plan(self) -> SavePlan:
         """Plan the items that this rank writes."""
@@ -359,6 +363,8 @@ class Planner(DefaultSavePlanner):
     def resolve_data(self, write_item: Any) -> torch.Tensor | io.BytesIO:
         """Return the data of an item: a tensor, or a pickled object."""
         data = super().resolve_data(write_item)
+        if self._checks and isinstance(data, io.BytesIO):
+            safe_pickle.load_torch(io.BytesIO(data.getbuffer()), write_item.index.fqn)
         if self._copies and isinstance(data, torch.Tensor) and data.device.type == "cpu":
             return data.detach().clone()
         return data

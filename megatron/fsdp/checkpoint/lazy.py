@@ -77,6 +77,29 @@ class LazyTensor:
             return self
         return LazyTensor(self.shape, dtype, lambda region: self.read(region).to(dtype))
 
+    def within(self, dtype: torch.dtype, name: str) -> "LazyTensor":
+        """The same tensor, whose reading raises ValueError if a finite value would be infinite in ``dtype``.
+
+        Args:
+            dtype: Of floating-point numbers, such as float16, whose range is smaller than that of most others.
+            name: Of the tensor, for the message.
+        """
+        if not self.dtype.is_floating_point or torch.finfo(self.dtype).max <= torch.finfo(dtype).max:
+            return self
+
+        def read(region: Region) -> torch.Tensor:
+            found = self.read(region)
+            # Most blocks are finite, and then their ends tell, without another pass over all elements.
+            ends = torch.stack(found.aminmax()) if found.numel() else found
+            if not ends.to(dtype).isfinite().all() and (found.to(dtype).isinf() & found.isfinite()).any():
+                raise ValueError(
+                    f"{name}: expected values within the range of {dtype}; got up to {found.abs().max().item()}. "
+                    "Choose a dtype with a larger range, such as bfloat16."
+                )
+            return found
+
+        return LazyTensor(self.shape, self.dtype, read)
+
     def narrow(self, dim: int, start: int, length: int) -> "LazyTensor":
         """Restrict one dimension to a range, as ``torch.narrow`` does.
 

@@ -1,6 +1,8 @@
 """Loads a nested state dict in place, after checking all files and matching all keys."""
 
 import logging
+import math
+import numbers
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -16,8 +18,8 @@ from torch.distributed.checkpoint.utils import find_tensor_shard
 
 from megatron.fsdp.checkpoint.checksums import METADATA, Checksums, DamagedCheckpoint, crc32_of
 from megatron.fsdp.checkpoint.coordination import attempt, from_rank_0, gather_from_ranks, rank_and_world_size
-from megatron.fsdp.checkpoint.lazy import LazyTensor
-from megatron.fsdp.checkpoint.matching import Aliases, Match, Strictness, match, report, unexpected_keys
+from megatron.fsdp.checkpoint.lazy import LazyTensor, Region, of
+from megatron.fsdp.checkpoint.matching import Aliases, Match, Reaction, Strictness, match, report, unexpected_keys
 from megatron.fsdp.checkpoint.reader import CheckpointReader, open_checkpoint
 from megatron.fsdp.checkpoint.storage import as_path
 from megatron.fsdp.helpers.codes import check_values
@@ -31,6 +33,13 @@ _SECONDS_BETWEEN = 0.1
 BLOCK = 32 << 20
 # Damaged files that a message lists.
 _SHOWN = 50
+# The dtype for a stored number, also for those of numpy.
+_OF_NUMBERS = {
+    bool: torch.bool,
+    numbers.Integral: torch.int64,
+    numbers.Real: torch.float64,
+    numbers.Complex: torch.complex128,
+}
 # Errors that damaged or replaced files cause, on every rank.
 _OF_FILES = (DamagedCheckpoint, CheckpointException)
 
@@ -107,6 +116,48 @@ def load(
             time.sleep(_SECONDS_BETWEEN)
 
 
+def load_with_optimizers(state_dict: dict[str, Any], folder: Path | str) -> None:
+    """Load a checkpoint into a state dict with state dicts of optimizers among its values. A collective.
+
+    As with torch's ``load_state_dict``, an optimizer gets the saved options, and loses those that were not saved. State
+    of parameters that have none now, because they are frozen, is ignored with a warning.
+
+    Raises:
+        RuntimeError: An optimizer has a different number of parameter groups, or as :func:`load` raises errors.
+    """
+    kept = tuple(f"{name}.state." for name, value in state_dict.items() if _groups_of(value))
+    ignoring = Strictness(unexpected=Reaction.LOG, extra=lambda key: not key.startswith(kept))
+    load(state_dict, folder, strictness=ignoring, view=partial(_with_saved_options, state_dict))
+
+
+def _with_saved_options(state_dict: dict[str, Any], opened: CheckpointReader) -> Contents:
+    """Remove options from the state dicts of optimizers that a checkpoint lacks, and return the checkpoint."""
+    saved = opened.metadata.state_dict_metadata
+    for name, value in state_dict.items():
+        groups, prefix = _groups_of(value), f"{name}.param_groups."
+        options: dict[str, set[str]] = {}
+        for key in (key.removeprefix(prefix) for key in saved if key.startswith(prefix)):
+            place, *path = key.split(".")
+            options.setdefault(place, set()).add(path[0])
+        if len(groups) != len(options) and groups:
+            raise ValueError(
+                f"{name}: expected {len(groups)} parameter groups, those of the optimizer; got a checkpoint with a "
+                f"different number of parameter groups, {len(options)}. Give the optimizer the same groups before "
+                "loading, also those that a callback such as Lightning's BaseFinetuning has added during training."
+            )
+        for number, group in enumerate(groups):
+            for option in [key for key in group if key not in options[str(number)]]:
+                if not isinstance(group[option], torch.Tensor):
+                    del group[option]
+    return opened
+
+
+def _groups_of(value: Any) -> list[dict[str, Any]]:
+    """The parameter groups of an optimizer's state dict; none if it is another one."""
+    groups = value.get("param_groups") if isinstance(value, Mapping) else None
+    return groups if isinstance(groups, list) else []
+
+
 def _viewed(opened: CheckpointReader, view: View) -> Contents:
     """Make the view. If that fails on any rank, every rank raises an error. A collective."""
     contents, error = attempt(lambda: view(opened))
@@ -134,11 +185,10 @@ def _load(state_dict: dict[str, Any], opened: Contents, folder: Path, aliases: A
         logger.warning("%s: %s", folder, text)
     values, failure = {}, None
     try:
+        # Before anything is overwritten.
+        sources = {key: _source(key, wanted[key], name, opened) for key, name in found.sources.items()}
         for key, name in found.sources.items():
-            if name in opened.tensors and isinstance(wanted[key], torch.Tensor):
-                check_values(name, opened.tensors[name].dtype, wanted[key].dtype)
-        for key, name in found.sources.items():
-            stored = opened.tensors.get(name)
+            stored = sources[key]
             if key in found.padded and stored is not None:
                 stored = stored.with_rows(wanted[key].shape[0])
             values[key] = _read(wanted[key], name, stored, found.starts.get(key, 0), opened)
@@ -153,26 +203,109 @@ def _load(state_dict: dict[str, Any], opened: Contents, folder: Path, aliases: A
 
 
 def _replace(container: Any, path: tuple[str | int, ...], value: Any) -> None:
-    """Set an element that exists. Paths have the keys of dicts as text, also those that are numbers."""
+    """Set an element that exists. Paths have the keys of dicts as text, whatever they are."""
     key, *rest = path
     if isinstance(container, Mapping) and key not in container:
-        key = int(key)
+        key = next(own for own in container if str(own) == key)
     if rest:
         _replace(container[key], tuple(rest), value)
     else:
         container[key] = value
 
 
-def _read(target: Any, name: str, stored: LazyTensor | None, start: int, opened: Contents) -> Any:
-    """Read a value of the checkpoint. If ``target`` is a tensor, read into it and return it.
+def _source(key: str, target: Any, name: str, opened: Contents) -> LazyTensor | None:
+    """The tensor to read a value from; None if the checkpoint has an object, and the target is none that is a tensor.
 
     Model and checkpoint may disagree about what is a tensor: an optimizer's step is a tensor for some optimizers, and a
     number for others.
+
+    Raises:
+        ValueError: The target cannot hold the value. Reading raises it where only the elements tell.
     """
+    stored = opened.tensors.get(name)
     if not isinstance(target, torch.Tensor):
-        return opened.read_object(name) if stored is None else stored.full_tensor().item()
+        if stored is not None and math.prod(stored.shape) != 1:
+            raise ValueError(
+                f"{key}: expected a number in the checkpoint, as in the state dict; got a tensor of shape "
+                f"{stored.shape}. Load into a tensor of this shape."
+            )
+        return stored
+    steps = target.stride() if target.layout == torch.strided else ()
+    if any(size > 1 and not step for size, step in zip(target.shape, steps, strict=False)):
+        raise ValueError(
+            f"{key}: expected a tensor whose elements have memory of their own; got one from expand(). Load into its "
+            "clone()."
+        )
+    if stored is not None:
+        check_values(name, stored.dtype, target.dtype)
+    else:
+        stored = _as_tensor(key, target, opened.read_object(name))
+    return _fitting(key, stored, target.dtype)
+
+
+def _as_tensor(key: str, target: torch.Tensor, value: Any) -> LazyTensor:
+    """A stored number as a tensor, in a dtype that holds it."""
+    dtype = next((dtype for kind, dtype in _OF_NUMBERS.items() if isinstance(value, kind)), None)
+    if target.numel() != 1 or dtype is None:
+        raise ValueError(
+            f"{key}: expected a tensor of shape {tuple(target.shape)} in the checkpoint, as in the state dict; got an "
+            f"object of type {type(value).__name__}. Load into an object of this type."
+        )
+    return of(torch.tensor(value, dtype=dtype))
+
+
+def _kind(dtype: torch.dtype) -> int:
+    """Whether the elements are booleans, integers, real or complex numbers. Each kind includes those before it."""
+    return 3 if dtype.is_complex else 2 if dtype.is_floating_point else int(dtype != torch.bool)
+
+
+def _fitting(key: str, stored: LazyTensor, wanted: torch.dtype) -> LazyTensor:
+    """The tensor, whose reading raises ValueError if the wanted dtype cannot hold a value. Rounding is allowed.
+
+    Raises:
+        ValueError: The wanted dtype is of a kind that cannot hold several elements of the stored one.
+    """
+    more = _kind(stored.dtype) - _kind(wanted)
+    if more > 0 and math.prod(stored.shape) != 1:
+        raise ValueError(
+            f"{key}: expected {wanted} in the checkpoint, as in the state dict; got {stored.dtype}, whose values it "
+            f"cannot hold. Load into a tensor of {stored.dtype}."
+        )
+    if stored.dtype == wanted or more < 0:
+        return stored
+    if not more and _kind(wanted) > 1:
+        return stored.within(wanted, key) if wanted.is_floating_point and wanted.itemsize > 1 else stored
+
+    def read(region: Region) -> torch.Tensor:
+        found = stored.read(region)
+        if not _equals_cast(found, wanted):
+            raise ValueError(
+                f"{key}: expected values that {wanted} can hold, as in the state dict; got others in {stored.dtype}. "
+                f"Load into a tensor of {stored.dtype}."
+            )
+        return found
+
+    return LazyTensor(stored.shape, stored.dtype, read)
+
+
+def _equals_cast(found: torch.Tensor, wanted: torch.dtype) -> bool:
+    cast = found.to(wanted)
+    if _kind(found.dtype) != 1:
+        return torch.equal(cast.to(found.dtype), found)
+    # torch does not compare all pairs of integer dtypes. All values fit into int64, except for large ones of uint64.
+    first, second = found.to(torch.int64), cast.to(torch.int64)
+    large = torch.uint64 in (found.dtype, wanted) and bool((first < 0).any())
+    return torch.equal(first, second) and not large
+
+
+def _read(target: Any, name: str, stored: LazyTensor | None, start: int, opened: Contents) -> Any:
+    """Read a value of the checkpoint. If ``target`` is a tensor, read into it and return it."""
     if stored is None:
-        return target.fill_(opened.read_object(name))
+        return opened.read_object(name)
+    if not isinstance(target, torch.Tensor):
+        return stored.full_tensor().item()
+    if name not in opened.tensors:
+        return target.fill_(stored.full_tensor().item())
     if len(target.shape) != len(stored.shape):  # a single element, see match()
         return target.copy_(stored.full_tensor().reshape(target.shape))
     for chunk in _create_chunk_list(target):

@@ -38,9 +38,12 @@ class Staging:
     """
 
     def __init__(self, path: Path, process: int, plan: Any, own: str) -> None:
-        self.path, self.partial = path, path.with_name(f"{path.name}.partial")
         if is_remote(path):  # objects cannot be renamed: the checkpoint is complete with its .metadata
-            self.partial = path
+            self.path, self.partial = path, path
+        else:
+            # A folder cannot be renamed to a link, and "." has no name.
+            self.path = path.resolve()
+            self.partial = self.path.with_name(f"{self.path.name}.partial")
         self.plan = hashlib.sha256(json.dumps(plan).encode()).hexdigest()
         self._process, self._own = process, rf"{own}|{_OWN}"
 
@@ -52,7 +55,8 @@ class Staging:
             written before it was killed.
 
         Raises:
-            FileExistsError: The folder exists and has contents, or the partial one has files of others.
+            FileExistsError: The folder exists and has contents, or is the current one, or the partial one has files of
+                others.
             RuntimeError: Process 0 makes no progress.
         """
         path = self.partial / _PLAN
@@ -106,6 +110,10 @@ class Staging:
         return self.path.exists() and not (self.path.is_dir() and not any(self.path.iterdir()))
 
     def _require_absent(self) -> None:
+        if not is_remote(self.path) and self.path == Path.cwd():
+            raise FileExistsError(
+                f"{self.path}: expected another folder than the current one, which cannot be replaced. Give a new name."
+            )
         if self._is_there():
             raise FileExistsError(f"{self.path}: expected no such folder yet, or an empty one; it has contents.")
 

@@ -13,6 +13,8 @@ from megatron.fsdp.naming.names import without_half
 
 # By model key or parameter name.
 Tensors = dict[str, LazyTensor]
+# The key of the state of fp16's gradient scaler.
+SCALER = "grad_scaler"
 
 _BUFFER = re.compile(r"\.(?:router\.(?!weight$|bias$)\w+|running_mean|running_var|num_batches_tracked|inv_freq)$")
 
@@ -43,8 +45,9 @@ class TrainingState:
     Attributes:
         weights: The float32 main weights where the checkpoint has them, else the model's weights, by name.
         common: ``args`` (a namespace), ``iteration``, ``checkpoint_version``, ``opt_param_scheduler``,
-            ``num_floating_point_operations_so_far``, ``content_metadata``, and ``rng_state``, a dict of lists by
-            (pipeline rank, tensor rank). Entries that the checkpoint lacks are missing.
+            ``num_floating_point_operations_so_far``, ``content_metadata``, ``grad_scaler`` (numbers), and
+            ``rng_state``, a dict of lists by (pipeline rank, tensor rank). Entries that the checkpoint lacks are
+            missing.
         buffers: Tensors of the model that are not parameters, such as ``router.expert_bias``.
         optimizer_state: For each name of ``weights`` its states, ``exp_avg`` and so on, of the weight's shape. Empty
             if the checkpoint has none.
@@ -52,6 +55,7 @@ class TrainingState:
             without halves. Empty if ``optimizer_state`` is.
         model_dtypes: The dtype that the model computes a weight in, for those where it is not ``compute_dtype``.
         torch_dist: Plain data that only a conversion back to ``torch_dist`` needs; empty if there is none.
+        fsdp_dtensor: Objects that only a conversion back to ``fsdp_dtensor`` needs, pickled, with their paths, by key.
         source: Identifies the files that are read: another conversion's unfinished files are not reused.
 
     Raises:
@@ -65,6 +69,7 @@ class TrainingState:
     group_of: dict[str, dict[str, Any]] = field(default_factory=dict)
     model_dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     torch_dist: dict[str, Any] = field(default_factory=dict)
+    fsdp_dtensor: dict[str, tuple[tuple[Any, ...], bytes]] = field(default_factory=dict)
     source: str = ""
 
     def __post_init__(self) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from megatron.fsdp.checkpoint.lazy import LazyTensor
 from megatron.fsdp.checkpoint.reader import CheckpointReader
-from megatron.fsdp.convert.inspecting import BLOCK, as_float64
+from megatron.fsdp.convert.inspecting import BLOCK, as_float64, countable
 
 ABSOLUTE = 1e-8
 RELATIVE = 1e-5
@@ -150,6 +150,7 @@ def difference(
         progress(first.nbytes)
         return Difference(key, shapes, dtypes, None)
     gap = Gap()
+    first, second = countable(first), countable(second)
     for box in first.blocks(BLOCK):
         gap = gap.with_block(_compare_block(first.read(box), second.read(box)))
         progress(math.prod(box.sizes) * first.dtype.itemsize)

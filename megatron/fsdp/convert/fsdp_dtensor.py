@@ -2,6 +2,7 @@
 
 import argparse
 import io
+import pickle
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from megatron.fsdp.checkpoint import lazy, safe_pickle
 from megatron.fsdp.checkpoint.reader import CheckpointReader
 from megatron.fsdp.checkpoint.writer import Draft, RawObject
 from megatron.fsdp.convert import groups
-from megatron.fsdp.convert.canonical import Tensors, TrainingState, compute_dtype, is_buffer, transposed
+from megatron.fsdp.convert.canonical import SCALER, Tensors, TrainingState, compute_dtype, is_buffer, transposed
 from megatron.fsdp.convert.options import ReadOptions, WriteOptions
 from megatron.fsdp.convert.rewrites import (
     FSDP_DTENSOR,
@@ -34,10 +35,12 @@ _WEIGHT = re.compile(r"^model\.(?:module\.)*(?P<name>.+)$")
 _STATE = re.compile(r"^optimizer\.state\.(?:module\.)*(?P<name>.+)\.(?P<kind>\w+)$")
 _META = re.compile(r"^optimizer\.param_to_group_meta\.(?:module\.)*(?P<name>.+)\.(?P<field>\w+)$")
 _RNG = re.compile(r"^rng_state\.\((?P<pp>\d+), (?P<tp>\d+)\)\.(?P<index>\d+)\.(?P<rest>.+)$")
-_SCHEDULER = "opt_param_scheduler."
 _TRACKER = "rng_tracker_states."
 _SINGLE = ("args", "checkpoint_version", "iteration", "num_floating_point_operations_so_far")
+_DICTS = ("opt_param_scheduler", SCALER)
 _STEP = "step"
+# Objects that are read elsewhere, or repeat what other keys tell.
+_REPEATED = (*(f"{name}." for name in _DICTS), "layouts.", "optimizer.param_groups.")
 
 
 class _Model(NamedTuple):
@@ -85,6 +88,7 @@ def read(reader: CheckpointReader, options: ReadOptions) -> TrainingState:
         group_of=group_of,
         model_dtypes={n: d for n, d in (frozen | dtypes).items() if d != compute_dtype(args)},
         torch_dist=kept,
+        fsdp_dtensor=_unknown(reader),
         source=reader.fingerprint,
     )
 
@@ -124,13 +128,22 @@ def _groups(reader: CheckpointReader, steps: Tensors) -> dict[str, groups.Group]
     return group_of
 
 
+def _unknown(reader: CheckpointReader) -> dict[str, tuple[tuple[Any, ...], bytes]]:
+    """Objects of training scripts and of later versions, to be kept as bytes, with their paths."""
+    paths = reader.metadata.planner_data or {}
+    return {
+        key: (tuple(paths.get(key, (key,))), reader.object_bytes(key))
+        for key in reader.objects
+        if not (key in (*_SINGLE, KEPT) or key.startswith(_REPEATED) or _META.match(key) or _RNG.match(key))
+    }
+
+
 def _common(reader: CheckpointReader) -> dict[str, Any]:
     common: dict[str, Any] = {key: reader.read_object(key) for key in _SINGLE if key in reader.objects}
-    scheduler = {
-        key.removeprefix(_SCHEDULER): reader.read_object(key) for key in reader.objects if key.startswith(_SCHEDULER)
-    }
-    if scheduler:
-        common["opt_param_scheduler"] = scheduler
+    for key in reader.objects:
+        name, _, field = key.partition(".")
+        if name in _DICTS:
+            common.setdefault(name, {})[field] = reader.read_object(key)
     ranks: dict[tuple[int, int], dict[int, dict[str, Any]]] = {}
     for key in (*reader.objects, *reader.tensors):
         match = _RNG.match(key)
@@ -167,6 +180,8 @@ def lay_out(state: TrainingState, options: WriteOptions) -> Draft:
             nested.tensor(prefix, (name, kind), tensor)
     _lay_out_groups(nested, state, prefix, facts)
     _lay_out_common(nested, state)
+    for key, (path, data) in state.fsdp_dtensor.items():
+        nested.objects[key], nested.paths[key] = RawObject(data), path
     if state.torch_dist or state.model_dtypes:
         nested.object((KEPT,), {**state.torch_dist, "model_dtypes": state.model_dtypes})
     return Draft(nested.tensors, nested.objects, nested.paths)
@@ -179,7 +194,7 @@ class _Nested:
         self.tensors: Tensors = {}
         self.objects: dict[str, Any] = {}
         self.paths: dict[str, tuple[Any, ...]] = {}
-        self._pickled: dict[str, RawObject] = {}
+        self._pickled: dict[bytes, RawObject] = {}
 
     def tensor(self, prefix: str, path: tuple[str, ...], tensor: lazy.LazyTensor) -> None:
         """Add a tensor under a prefix such as ``optimizer.state.module``: two dicts, then the beginning of the name."""
@@ -195,10 +210,11 @@ class _Nested:
 
     def setting(self, path: tuple[Any, ...], value: Any) -> None:
         """Add a small object. Equal objects are pickled only once."""
-        text = f"{type(value)} {value!r}"
-        if text not in self._pickled:
-            self._pickled[text] = RawObject(safe_pickle.save_torch(value))
-        self.object(path, self._pickled[text])
+        # Not by repr: a tensor's has only four digits.
+        key = pickle.dumps(value)
+        if key not in self._pickled:
+            self._pickled[key] = RawObject(safe_pickle.save_torch(value))
+        self.object(path, self._pickled[key])
 
 
 def _steps(prefix: str, name: str) -> tuple[str, ...]:
@@ -231,8 +247,9 @@ def _lay_out_common(nested: _Nested, state: TrainingState) -> None:
     for key in _SINGLE:
         if key in common:
             nested.object((key,), common[key])
-    for key, value in (common.get("opt_param_scheduler") or {}).items():
-        nested.object(("opt_param_scheduler", key), value)
+    for name in _DICTS:
+        for key, value in (common.get(name) or {}).items():
+            nested.object((name, key), value)
     states = {f"({pp}, {tp})": value for (pp, tp), value in (common.get("rng_state") or {}).items()}
     flat, paths = flatten_state_dict({"rng_state": states})
     for key, value in flat.items():

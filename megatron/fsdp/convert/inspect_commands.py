@@ -21,7 +21,7 @@ from megatron.fsdp.convert.console import (
     progress_bar,
     worker,
 )
-from megatron.fsdp.convert.inspecting import as_text, contents_of, corners, statistics, summarize
+from megatron.fsdp.convert.inspecting import as_text, contents_of, corners, countable, statistics, summarize
 from megatron.fsdp.convert.modifying import modified, parse_operation
 from megatron.fsdp.helpers.spelling import bare_name, did_you_mean
 
@@ -59,8 +59,8 @@ def print_tensor(checkpoint_dir: Path, key: str) -> Result:
         near = did_you_mean(key, [*reader.tensors, *reader.objects])
         raise ValueError(f"{reader.path}: expected one of its keys; got {key!r}.{near}")
     tensor = reader.tensors[key]
-    values, cut = corners(tensor)
-    facts = {"key": key, "dtype": str(tensor.dtype), "shape": tensor.shape, **statistics(tensor)._asdict()}
+    values, cut = corners(countable(tensor))
+    facts = {"key": key, "dtype": str(tensor.dtype), "shape": tensor.shape, **statistics(countable(tensor))._asdict()}
     places = [(chunk, reader.place(key, chunk).file) for chunk in reader.chunks(key)]
     return Result(
         facts | {"chunks": [chunk._asdict() for chunk, _ in places], "values": None if any(cut) else values},

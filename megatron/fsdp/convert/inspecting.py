@@ -88,6 +88,13 @@ def statistics(tensor: LazyTensor) -> Statistics:
     return Statistics(low.min().item(), high.max().item(), total / count, math.sqrt(squares))
 
 
+def countable(tensor: LazyTensor) -> LazyTensor:
+    """The tensor; its bytes if its elements are pairs of 4-bit floats, which torch neither compares nor prints."""
+    if tensor.dtype != getattr(torch, "float4_e2m1fn_x2", None):
+        return tensor
+    return LazyTensor(tensor.shape, torch.uint8, lambda region: tensor.read(region).view(torch.uint8))
+
+
 def as_float64(tensor: torch.Tensor) -> torch.Tensor:
     """The elements as float64; the magnitude of complex ones."""
     return tensor.abs().to(torch.float64) if tensor.is_complex() else tensor.to(torch.float64)
@@ -111,7 +118,7 @@ def corners(tensor: LazyTensor) -> tuple[torch.Tensor, tuple[bool, ...]]:
 def contents_of(tensor: LazyTensor) -> torch.Tensor:
     """A small tensor, read; a large one as dtype and shape only, on the meta device."""
     if math.prod(tensor.shape) <= SHOWN:
-        return tensor.full_tensor()
+        return countable(tensor).full_tensor()
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 

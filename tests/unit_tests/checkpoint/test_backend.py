@@ -69,6 +69,68 @@ def test_keys_that_are_numbers(tmp_path: Path) -> None:
     assert into == wanted
 
 
+def test_keys_that_are_neither_text_nor_numbers(tmp_path: Path) -> None:
+    wanted: dict[Any, Any] = {("a", 1): 5, None: 3, 1.5: 2, True: 7, "x": torch.ones(2)}
+    backend.save(wanted, tmp_path)
+    into: dict[Any, Any] = {("a", 1): 0, None: 0, 1.5: 0, True: 0, "x": torch.zeros(2)}
+    load(into, tmp_path)
+    assert torch.equal(into.pop("x"), wanted.pop("x")) and into == wanted
+
+
+# Of the checkpoint and of the state dict.
+CHANGED: dict[str, tuple[Any, Any]] = {
+    "a number for several elements": (5, torch.zeros(3)),
+    "a fraction for an integer": (5.5, torch.zeros((), dtype=torch.int64)),
+    "a large number for a small integer": (300, torch.zeros(1, dtype=torch.uint8)),
+    "text for a tensor": ("text", torch.zeros(())),
+    "several elements for a number": (torch.ones(3), 0),
+    "floats for integers": (torch.ones(3), torch.zeros(3, dtype=torch.int32)),
+    "complex for real": (torch.ones(3, dtype=torch.complex64), torch.zeros(3)),
+    "integers for booleans": (torch.ones(3, dtype=torch.int32), torch.zeros(3, dtype=torch.bool)),
+    "large integers": (torch.tensor([1, 300]), torch.zeros(2, dtype=torch.uint8)),
+    "negative integers": (torch.tensor([1, -1], dtype=torch.int8), torch.zeros(2, dtype=torch.uint8)),
+    "negative integers for the largest": (torch.tensor([-1]), torch.zeros(1, dtype=torch.uint64)),
+    "beyond the range of float16": (torch.tensor([1.0, 1e5]), torch.zeros(2, dtype=torch.float16)),
+    "elements that share memory": (torch.ones(3), torch.zeros(1).expand(3)),
+}
+
+
+@pytest.mark.parametrize("case", CHANGED)
+def test_values_that_would_change_are_refused(tmp_path: Path, case: str) -> None:
+    stored, target = CHANGED[case]
+    backend.save({"x": stored, "y": torch.ones(2)}, tmp_path)
+    with pytest.raises(CheckpointException, match=r"x: expected .*; got .*\. (Load into|Choose) "):
+        load({"x": target, "y": torch.zeros(2)}, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("stored", "target"),
+    [
+        (5, torch.zeros(1, dtype=torch.int8)),
+        (0.1, torch.zeros(())),
+        (True, torch.zeros(())),
+        (torch.tensor(7.0), torch.zeros((), dtype=torch.int64)),
+        (torch.tensor([1.5, torch.inf, torch.nan]), torch.zeros(3, dtype=torch.float16)),
+        (torch.tensor([1, 255]), torch.zeros(2, dtype=torch.uint8)),
+        (torch.tensor([1, 2]), torch.zeros(2)),
+    ],
+)
+def test_values_of_another_dtype_are_loaded(tmp_path: Path, stored: Any, target: torch.Tensor) -> None:
+    backend.save({"x": stored}, tmp_path)
+    load({"x": target}, tmp_path)
+    torch.testing.assert_close(target, torch.as_tensor(stored).to(target.dtype).view_as(target), equal_nan=True)
+
+
+class Own:
+    """An object that loading refuses."""
+
+
+def test_objects_that_loading_refuses_are_not_saved(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointException, match=r"settings\.own: refers to .*Own"):
+        backend.save({"settings": {"own": Own()}, "x": torch.ones(2)}, tmp_path)
+    assert not (tmp_path / ".metadata").exists()
+
+
 def test_plain_torch_reads_it(tmp_path: Path) -> None:
     save(tmp_path, 3)
     into = state(0)

@@ -171,6 +171,22 @@ def test_print_tensor_of_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None
     assert f"dtype: {dtype}" in text("print-tensor", folder, "a") and "..." in text("print-tensor", folder, "large")
 
 
+def test_pairs_of_4_bit_floats_are_bytes(tmp_path: Path) -> None:
+    if not hasattr(torch, "float4_e2m1fn_x2"):
+        pytest.skip("this torch has no float4_e2m1fn_x2")
+    pairs = torch.arange(1200).to(torch.uint8)
+    other = torch.cat([pairs[:-1], pairs[:1]])
+    first, second = (
+        write_checkpoint(tmp_path / name, {"a": whole.view(torch.float4_e2m1fn_x2), "b": whole[:3].contiguous()})
+        for name, whole in (("c", pairs), ("d", other))
+    )
+    found = as_json("print-tensor", first, "a")
+    assert found["maximum"] == 255 and found["dtype"] == "torch.float4_e2m1fn_x2"
+    assert "0, 1, 2, ..., 173, 174, 175" in text("print-tensor", first, "a")
+    (different,) = as_json("diff", first, second)["tensors"]
+    assert different["key"] == "a" and different["different_elements"] == 1
+
+
 def test_statistics_of_nan_are_nan(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "c", {"a": torch.tensor([1.0, math.nan, 2.0])})
     found = as_json("print-tensor", folder, "a")

@@ -425,3 +425,16 @@ def test_a_partial_folder_of_others_is_refused(tmp_path: Path, kind: str) -> Non
         huggingface.write(lazily({"a": torch.ones(3)}), {}, [])
     assert (others / "thesis").read_text() == "x" and sorted(others.iterdir()) == [others / "thesis"]
     assert kind != "a file of others" or (partial / "thesis").read_text() == "x"
+
+
+def test_a_link_is_followed_and_the_current_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "empty").mkdir()
+    for name in ("empty", "absent"):
+        (tmp_path / f"link to {name}").symlink_to(name)
+        write_checkpoint_of(tmp_path / f"link to {name}", {"a": torch.ones(2)})
+        assert (tmp_path / name / ".metadata").is_file() and (tmp_path / f"link to {name}").is_symlink()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(FileExistsError, match="here: expected another folder than the current one"):
+        write_checkpoint_of(Path(), {"a": torch.ones(2)})
+    assert not [path for path in tmp_path.iterdir() if path.name.endswith(".partial")]

@@ -238,6 +238,13 @@ def test_block_quantized_weights_are_dequantized() -> None:
         dequantized(of(weight), of(scales), (8, 8))
 
 
+def test_scales_without_weights_are_unknown_tensors(tmp_path: Path) -> None:
+    save("llama", tmp_path)
+    tensors = read_weights(tmp_path) | lazily({"lost.weight_scale_inv": torch.ones(1)})
+    with pytest.raises(ValueError, match="1 without an entry in the table of names:\n  lost.weight_scale_inv"):
+        to_megatron(readable(tensors, {}), from_config(read_config(tmp_path)), "local", PADDED)
+
+
 def test_other_quantizations_raise_an_error() -> None:
     with pytest.raises(NotImplementedError, match="quant_method fp8; got .*gptq"):
         readable({}, {"quantization_config": {"quant_method": "gptq"}})
@@ -390,3 +397,21 @@ def test_weights_are_cast_and_the_routers_bias_is_not(dtype: torch.dtype, tmp_pa
         wanted = torch.float32 if name.endswith("e_score_correction_bias") else dtype
         assert torch.equal(tensor.full_tensor(), tensors[name].full_tensor().to(wanted)), name
     assert back["model.embed_tokens.weight"].shape[0] == VOCABULARY
+
+
+def test_finite_weights_do_not_become_infinite(tmp_path: Path) -> None:
+    save("llama", tmp_path)
+    tensors, model = read_weights(tmp_path), from_config(read_config(tmp_path))
+    norm = tensors["model.norm.weight"].full_tensor().clone()
+    norm[0] = torch.inf
+    found = to_megatron(tensors | lazily({"model.norm.weight": norm}), model, "local", PADDED, torch.float16)
+    assert torch.equal(found.weights["decoder.final_layernorm.weight"].full_tensor(), norm.half())
+    norm[1] = 1e5
+    tensors |= lazily({"model.norm.weight": norm})
+    found = to_megatron(tensors, model, "local", PADDED, torch.float16)
+    with pytest.raises(ValueError, match=r"decoder\.final_layernorm\.weight: expected values within .*float16"):
+        found.weights["decoder.final_layernorm.weight"].full_tensor()
+    exact = to_megatron(tensors, model, "local", PADDED)
+    back = to_huggingface(exact.weights, model, torch.float16).tensors
+    with pytest.raises(ValueError, match=r"model\.norm\.weight: expected values within the range of torch\.float16"):
+        back["model.norm.weight"].full_tensor()

@@ -82,6 +82,14 @@ def test_transformers_builds_the_same_model_from_the_written_configuration(case:
     assert differences(from_config(config.to_diff_dict()), model) == []
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_tokens_that_are_not_known_are_not_those_of_transformers(case: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps(to_config(described(case, tmp_path), torch.float32)))
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert [config.bos_token_id, config.eos_token_id, config.pad_token_id] == [None] * 3
+
+
 def test_defaults_of_old_files() -> None:
     model = from_config(LLAMA)
     assert (model.attention.groups, model.attention.head_size, model.rope.base) == (4, 8, 10000.0)
@@ -133,6 +141,18 @@ def test_a_missing_size_is_named() -> None:
     ("case", "changes", "message"),
     [
         ("llama", {"swiglu": False}, "swiglu: expected True; got False"),
+        ("llama", {"glu_linear_offset": 1.0}, "glu_linear_offset: expected 0.0; got 1.0"),
+        ("llama", {"linear_attention_freq": 2}, "linear_attention_freq"),
+        ("llama", {"hybrid_override_pattern": "M-*"}, "hybrid_override_pattern"),
+        ("llama", {"heterogeneous_layers_config_encoded_json": "{}"}, "heterogeneous_layers_config_encoded_json"),
+        ("llama", {"spec": ["my.layers", "spec"]}, "spec: expected None"),
+        ("qwen3_moe", {"moe_expert_capacity_factor": 1.0}, "moe_expert_capacity_factor"),
+        ("qwen3_moe", {"moe_expert_rank_capacity_factor": 1.0}, "moe_expert_rank_capacity_factor"),
+        ("qwen3_moe", {"moe_router_topk_limited_devices": 2}, "moe_router_topk_limited_devices"),
+        ("qwen3_moe", {"moe_router_force_load_balancing": True}, "moe_router_force_load_balancing"),
+        ("qwen3_moe", {"moe_router_force_biased": 1.0}, "moe_router_force_biased"),
+        ("qwen3_moe", {"moe_router_load_balancing_type": "sinkhorn"}, "got sinkhorn"),
+        ("qwen3_moe", {"moe_router_load_balancing_type": ["quantile_balancing"]}, "got quantile_balancing"),
         ("llama", {"normalization": "LayerNorm"}, "normalization: expected 'RMSNorm'"),
         ("llama", {"add_qkv_bias": True}, "add_qkv_bias: expected False"),
         ("llama", {"rotary_percent": 0.5}, "rotary_percent: expected 1.0"),

@@ -131,3 +131,5 @@ def test_a_file_that_shrinks_while_being_read_raises(tmp_path: Path) -> None:
 def test_unsupported_dtypes_raise(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"a: expected a dtype of F64.*got torch\.complex64"):
         write_tensors(tmp_path / "a.safetensors", {"a": of(torch.zeros(1, dtype=torch.complex64))}, 16)
+    with pytest.raises(ValueError, match=r"b\.safetensors: a: expected a dtype of F64.*got F31\."):
+        read_tensors(file_with(tmp_path / "b.safetensors", {"a": {**ENTRY, "dtype": "F31"}}, b"12345678"))

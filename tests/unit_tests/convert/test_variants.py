@@ -25,6 +25,7 @@ from tests.checkpoints import (
     with_optimizer,
     write_torch_dist,
 )
+from tests.small_checkpoints import write_checkpoint
 
 TE = argparse.Namespace(transformer_impl="transformer_engine", bf16=True, swiglu=True)
 LOCAL = argparse.Namespace(transformer_impl="local", bf16=True, swiglu=True)
@@ -496,3 +497,42 @@ def test_heterogeneous_layers_are_written_separately(tmp_path: Path, setting: di
     write_state(state, tmp_path / "fresh", "torch_dist")
     keys = {key for key in plain_tensors(tmp_path / "fresh") if not key.startswith("optimizer.")}
     assert keys == {f"decoder.layers.{i}.mlp.linear_fc2.weight" for i in range(2)}
+
+
+def test_settings_in_tensors_are_kept_exactly(tmp_path: Path) -> None:
+    model = random_tensors({"output_layer.weight": (4, 4), "decoder.final_layernorm.weight": (4,)})
+    # Both are printed as 0.0012.
+    rates = torch.tensor(0.00123451), torch.tensor(0.00123499)
+    groups = optimizer_of({**DECAYED, "lr": rates[0]}, {**PLAIN, "lr": rates[1]})
+    objects = plain_objects(converted(tmp_path, with_optimizer(model), {"args": TE, "optimizer": groups}))
+    meta = "optimizer.param_to_group_meta.module.module.module."
+    found = objects[f"{meta}output_layer.weight.lr"], objects[f"{meta}decoder.final_layernorm.weight.lr"]
+    assert same(found, rates)
+    assert_returns(tmp_path)
+
+
+def rewritten(tmp_path: Path, change: Mapping[str, Any]) -> Path:
+    """An ``fsdp_dtensor`` checkpoint with other objects."""
+    shapes = {"output_layer.weight": (4, 4), "embedding.word_embeddings.weight": (4, 4)}
+    common = {"args": TE, "optimizer": optimizer_of(DECAYED)}
+    source = converted(tmp_path, with_optimizer(random_tensors(shapes)), common)
+    return write_checkpoint(tmp_path / "changed", plain_tensors(source), {**plain_objects(source), **change})
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_settings_that_torch_dist_has_once_for_several_parameters_must_be_equal(tmp_path: Path, kept: bool) -> None:
+    change = {"optimizer.param_to_group_meta.module.module.module.output_layer.weight.step": 99}
+    changed = rewritten(tmp_path, change if kept else {**change, "torch_dist": {}})
+    message = r"expected equal .* for .*output_layer\.weight.*; got step (7 and 99|99 and 7)\. --no-optimizer"
+    with pytest.raises(ValueError, match=message):
+        write_state(read_state(changed), tmp_path / "back", "torch_dist")
+    write_state(read_state(changed, ReadOptions(optimizer=False)), tmp_path / "back", "torch_dist")
+
+
+def test_objects_of_others_come_back(tmp_path: Path) -> None:
+    others = {"my_dataloader.position": {"file": 5}, "model.module.decoder._extra_state": b"x"}
+    changed = rewritten(tmp_path, others)
+    write_state(read_state(changed), tmp_path / "back", "torch_dist")
+    write_state(read_state(tmp_path / "back"), tmp_path / "again", "fsdp_dtensor")
+    found, expected = plain_objects(tmp_path / "again"), plain_objects(changed)
+    assert found.pop("torch_dist") and expected.pop("torch_dist") and same(found, expected)

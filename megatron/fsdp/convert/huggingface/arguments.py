@@ -39,7 +39,23 @@ _EXPECTED: dict[str, tuple[Any, ...]] = {
     "moe_mlp_glu_interleave_size": (None,),
     "moe_shared_expert_glu_interleave_size": (None,),
     "mtp_use_repeated_layer": (False,),
+    "mtp_hybrid_override_pattern": (None,),
+    "glu_linear_offset": (0.0,),
+    "quick_geglu": (False,),
+    "squared_relu": (False,),
+    "linear_attention_freq": (None,),
+    "heterogeneous_layers_config_encoded_json": (None,),
+    "hybrid_override_pattern": (None,),
+    "spec": (None,),
+    # Tokens beyond the capacity of an expert skip it. A negative capacity is none.
+    "moe_expert_capacity_factor": (None, -1),
+    "moe_expert_rank_capacity_factor": (None,),
+    "moe_router_topk_limited_devices": (None,),
+    "moe_router_force_load_balancing": (False,),
+    "moe_router_force_biased": (None,),
 }
+# Ways of balancing experts that do not choose those with the highest scores.
+_OTHER_CHOICES = ("sinkhorn", "quantile_balancing")
 # The arguments of fields of ``Rope`` for yarn, and Megatron's defaults. Without latent attention they begin with yarn_;
 # with it, the training script cannot change the defaults.
 _YARN = {
@@ -216,6 +232,10 @@ def _router(known: Settings) -> Router:
     score = str(known.get("moe_router_score_function", "softmax"))
     chosen, groups = int(known.get("moe_router_topk", 2)), int(known.get("moe_router_num_groups", 1))
     groups, chosen_groups = router_groups(known, "moe_router_topk", chosen, groups, known.get("moe_router_group_topk"))
+    balancing = known.get("moe_router_load_balancing_type", ())
+    for other in _OTHER_CHOICES:
+        if other in balancing:
+            known.problems.append(f"moe_router_load_balancing_type: expected a loss or none; got {other}")
     if score == "sigmoid" and chosen < 2:
         known.problems.append(f"moe_router_topk: expected at least 2; got {chosen}")
     return Router(

@@ -259,6 +259,10 @@ def to_config(model: Model, dtype: torch.dtype) -> dict[str, Any]:
         "rope_theta": model.rope.base,
         "rope_scaling": _rope_scaling(model.rope),
         "use_cache": True,
+        # Without these keys, transformers takes its own defaults for tokens of the vocabulary.
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
     }
     if model.architecture == "llama":
         values["mlp_bias"] = attention.bias

@@ -49,7 +49,7 @@ def readable(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
     rows, columns = block
     found: Tensors = {}
     for name, tensor in tensors.items():
-        if name.endswith(_SCALES) or _DERIVED.search(name):
+        if (name.endswith(_SCALES) and name.removesuffix(_SCALES) in tensors) or _DERIVED.search(name):
             continue
         if (scales := tensors.get(name + _SCALES)) is not None:
             with _errors_name(name):
@@ -128,7 +128,7 @@ def to_megatron(
         if link.buffer:
             buffers[link.megatron[0]] = tensor.to(torch.float32)
         else:
-            weights[link.megatron[0]] = tensor if dtype is None else tensor.to(dtype)
+            weights[link.megatron[0]] = _cast(tensor, dtype, link.megatron[0])
     _require_all(model, missing, set(tensors) - used)
     return Imported(weights, buffers, model, notes)
 
@@ -174,13 +174,17 @@ def to_huggingface(tensors: Tensors, model: Model, dtype: torch.dtype | None = N
         with _errors_name(source):
             parts = RULES[link.rule].to_huggingface(tensors[source], context)
         for name, part in zip(link.huggingface, parts, strict=True):
-            wanted = torch.float32 if link.buffer else dtype
-            found[name] = part if wanted is None else part.to(wanted)
+            found[name] = _cast(part, torch.float32 if link.buffer else dtype, name)
     _require_all(model, missing, set(tensors) - used)
     _require_shapes(found, known, "the checkpoint's args")
     for name, original in _copies(model):
         found[name] = found[original]
     return Exported(found, model, notes)
+
+
+def _cast(tensor: LazyTensor, dtype: torch.dtype | None, name: str) -> LazyTensor:
+    """Cast a tensor, unless ``dtype`` is None. Reading raises ValueError if a finite value would become infinite."""
+    return tensor if dtype is None else tensor.within(dtype, name).to(dtype)
 
 
 def _with_present_layers(model: Model, present: int) -> tuple[Model, list[str]]:

@@ -40,9 +40,9 @@ _PREFIX = 8
 
 
 class _Entry(NamedTuple):
-    """A tensor in the header. ``begin`` and ``stop`` count bytes from the end of the header."""
+    """A tensor in the header. ``begin`` and ``stop`` count bytes from its end. ``dtype`` is None if it is unknown."""
 
-    dtype: torch.dtype
+    dtype: torch.dtype | None
     shape: tuple[int, ...]
     begin: int
     stop: int
@@ -55,7 +55,8 @@ def read_tensors(path: Path) -> dict[str, LazyTensor]:
         path: The file. It is opened again for each read, and must not change.
 
     Raises:
-        ValueError: The file is not a safetensors file, or its size contradicts its header.
+        ValueError: The file is not a safetensors file, its size contradicts its header, or a tensor has an
+            unknown dtype.
     """
     size = size_of(path)
     with path.open("rb") as file:
@@ -71,6 +72,8 @@ def read_tensors(path: Path) -> dict[str, LazyTensor]:
     tensors = {}
     # The format requires the tensors to follow each other without gaps or overlaps.
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].stop)):
+        if entry.dtype is None:
+            raise ValueError(f"{path}: {name}: expected a dtype of {', '.join(DTYPES)}; got {header[name]['dtype']}.")
         expected = (end, end + math.prod(entry.shape) * entry.dtype.itemsize)
         if min(entry.shape, default=0) < 0 or (entry.begin, entry.stop) != expected:
             raise ValueError(f"{path}: {name}: expected bytes {expected}; got {(entry.begin, entry.stop)}.")
@@ -83,7 +86,7 @@ def read_tensors(path: Path) -> dict[str, LazyTensor]:
 
 def _entry(value: Any) -> _Entry:
     begin, stop = (int(offset) for offset in value["data_offsets"])
-    return _Entry(DTYPES[value["dtype"]], tuple(int(size) for size in value["shape"]), begin, stop)
+    return _Entry(DTYPES.get(value["dtype"]), tuple(int(size) for size in value["shape"]), begin, stop)
 
 
 def _lazy(path: Path, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> LazyTensor:

@@ -12,9 +12,9 @@ from megatron.fsdp.checkpoint.checksums import read_json
 from megatron.fsdp.checkpoint.lazy import LazyTensor, Region
 from megatron.fsdp.checkpoint.reader import COMMON, COMMON_KEY, FORMAT_FILE, CheckpointReader, common_state
 from megatron.fsdp.convert import groups
-from megatron.fsdp.convert.canonical import Tensors, TrainingState, compute_dtype, is_buffer, transposed
+from megatron.fsdp.convert.canonical import SCALER, Tensors, TrainingState, compute_dtype, is_buffer, transposed
 from megatron.fsdp.convert.options import ReadOptions
-from megatron.fsdp.convert.rewrites import TORCH_DIST, Facts, to_canonical
+from megatron.fsdp.convert.rewrites import FSDP_DTENSOR, TORCH_DIST, Facts, to_canonical
 from megatron.fsdp.convert.torch_dist.buffers import is_buffer_key, read_buffers
 from megatron.fsdp.convert.torch_dist.facts import layout_of, read_facts
 from megatron.fsdp.convert.torch_dist.flat import ungrid
@@ -27,6 +27,7 @@ COMMON_KEYS = ("args", "checkpoint_version", "iteration", "opt_param_scheduler",
 _STATE = re.compile(r"^(?:chained_\d+\.)?optimizer\.state\.(?P<kind>\w+)\.(?P<key>.+)$")
 _OPTIMIZER = re.compile(r"^(?:chained_\d+\.)?optimizer\.")
 _GROUPS = re.compile(r"^(?:chained_(?P<chain>\d+)\.)?optimizer\.distributed\.dp_group_idx_\d+\.optimizer/shard_0_1$")
+_SCALER = re.compile(rf"^(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.{SCALER}/shard_0_1$")
 _RNG = re.compile(r"^rng_state/shard_(\d+)\.(\d+)_\d+\.\d+$")
 # Arguments of models whose weights are quantized beyond their dtype.
 _QUANTIZED = ("fp8_param", "fp8_param_gather", "fp4_param", "fp4_param_gather")
@@ -73,12 +74,13 @@ def read(reader: CheckpointReader, options: ReadOptions) -> TrainingState:
     muon = [name for name, state in state_of.items() if groups.MOMENTUM in state]
     return TrainingState(
         weights={name: mains.get(name, tensor) for name, tensor in weights.items()},
-        common=_common(reader, common),
+        common=_common(reader, common) | (_scaler(reader, common) if options.optimizer else {}),
         buffers={name: tensor for name, tensor in live.items() if is_buffer(name)},
         optimizer_state=state_of,
         group_of=groups.assign(held, optimizer.groups, args, mapping or None, muon) if held else {},
         model_dtypes={n: t.dtype for n, t in weights.items() if t.dtype != compute_dtype(args)},
         torch_dist=_kept(reader, common, facts) if options.keeps_rest else {},
+        fsdp_dtensor=reader.read_object(FSDP_DTENSOR) if FSDP_DTENSOR in reader.objects else {},
         source=reader.fingerprint,
     )
 
@@ -204,13 +206,24 @@ def layout_and_format(path: Path) -> dict[str, Any]:
     return {key: kept[key] for key in ("layout", "content_metadata", "format", "common_file")}
 
 
+def _scaler(reader: CheckpointReader, common: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of the gradient scaler: in the common state, or in an object for each model-parallel rank."""
+    listed = common.get("optimizer")
+    parts = [listed, *listed.values()] if isinstance(listed, Mapping) else []
+    found = [part[SCALER] for part in parts if isinstance(part, Mapping) and SCALER in part]
+    values = [reader.read_object(key) for key in reader.objects if _SCALER.match(key)]
+    found += [value[0] if isinstance(value, list) else value for value in values]
+    numbers = groups.scaler_as_numbers(found)
+    return {SCALER: numbers} if numbers else {}
+
+
 def _kept(reader: CheckpointReader, common: Mapping[str, Any], facts: Facts) -> dict[str, Any]:
     """Data that only a conversion back needs. Random states and groups are in the canonical view already."""
     # Copy extra states as bytes: only the modules that made them can interpret them.
     objects = {
         key: reader.object_bytes(key)
         for key in reader.objects
-        if key != COMMON_KEY and not _RNG.match(key) and not _OPTIMIZER.match(key)
+        if key not in (COMMON_KEY, FSDP_DTENSOR) and not _RNG.match(key) and not _OPTIMIZER.match(key)
     }
     listed = ("optimizer", "content_metadata", *COMMON_KEYS)
     return {

@@ -2,17 +2,17 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
 
 from megatron.fsdp.checkpoint import safe_pickle
 from megatron.fsdp.checkpoint.reader import COMMON, COMMON_KEY, FORMAT_FILE
 from megatron.fsdp.checkpoint.writer import Draft, RawObject
-from megatron.fsdp.convert.canonical import Tensors, TrainingState, transposed
-from megatron.fsdp.convert.groups import EXPERTS, MOMENTUM, Group, chains, is_expert
+from megatron.fsdp.convert.canonical import SCALER, Tensors, TrainingState, transposed
+from megatron.fsdp.convert.groups import EXPERTS, MOMENTUM, Group, chains, is_expert, scaler_as_tensors
 from megatron.fsdp.convert.options import WriteOptions
-from megatron.fsdp.convert.rewrites import TORCH_DIST, Facts, from_canonical, layers_with_own_norms
+from megatron.fsdp.convert.rewrites import FSDP_DTENSOR, TORCH_DIST, Facts, from_canonical, layers_with_own_norms
 from megatron.fsdp.convert.torch_dist.facts import written_facts
 from megatron.fsdp.convert.torch_dist.reading import COMMON_KEYS, layout_and_format
 
@@ -52,7 +52,11 @@ def lay_out(state: TrainingState, options: WriteOptions) -> Draft:
             tensors[f"optimizer.state.{kind}.{key}"] = tensor
     own = bool(layers_with_own_norms(state.weights))
     earlier = kept.get("objects")
-    objects = extra_states(stored, own) if earlier is None else {k: RawObject(data) for k, data in earlier.items()}
+    objects: dict[str, Any] = (
+        extra_states(stored, own) if earlier is None else {k: RawObject(data) for k, data in earlier.items()}
+    )
+    if state.fsdp_dtensor:
+        objects[FSDP_DTENSOR] = state.fsdp_dtensor
     objects |= _random_states(state.common.get("rng_state") or {})
     common = _common_state(state, kept, facts)
     layout = kept.get("format") or {"sharded_backend": TORCH_DIST, "sharded_backend_version": 1}
@@ -141,11 +145,15 @@ def _optimizer(state: TrainingState, earlier: Any) -> dict[Any, Any]:
     if not before:
         spread = spread or (getattr(state.args, "expert_model_parallel_size", None) or 1) > 1
     groups: list[Group] = []
+    names: list[str] = []
     for name, settings in state.group_of.items():
         group = {**settings, EXPERTS: True} if spread and is_expert(name) else settings
         if group not in groups:
             groups.append(group)
+            names.append(name)
     kinds = [_identity(group) for group in before]
+    if len(set(kinds)) == len(kinds):
+        _require_distinct(groups, names)
     if before and len(set(kinds)) == len(kinds) and {_identity(group) for group in groups} <= set(kinds):
         now = {_identity(group): group for group in groups}
         # Do not write a setting that reading added because an older version lacked it.
@@ -156,17 +164,31 @@ def _optimizer(state: TrainingState, earlier: Any) -> dict[Any, Any]:
     else:
         ordered = sorted(groups, key=_identity)
     parts = [[g for g in ordered if bool(g.get(EXPERTS)) == expert] for expert in (False, True)]
+    scaler = {SCALER: scaler_as_tensors(state.common[SCALER])} if state.common.get(SCALER) else {}
     made = [
-        {**_rest(earlier, index), "optimizer": {"param_groups": part}, "param_state_sharding_type": SHARDING}
-        for index, part in enumerate(part for part in parts if part)
+        {**scaler, "optimizer": {"param_groups": part}, "param_state_sharding_type": SHARDING} for part in parts if part
     ]
     return made[0] if len(made) == 1 else dict(enumerate(made))
 
 
-def _rest(earlier: Any, index: int) -> dict[str, Any]:
-    """Other entries of an optimizer in the common state, such as a gradient scaler."""
-    part = earlier.get(index, earlier) if isinstance(earlier, Mapping) else {}
-    return {key: value for key, value in part.items() if isinstance(key, str) and key == "grad_scaler"}
+def _require_distinct(groups: Sequence[Group], names: Sequence[str]) -> None:
+    """Raise an error if Megatron cannot distinguish two groups: it would load the settings of one for both.
+
+    Args:
+        groups: Groups that differ.
+        names: A parameter of each.
+    """
+    seen: dict[tuple[Any, ...], int] = {}
+    for index, group in enumerate(groups):
+        first = seen.setdefault(_identity(group), index)
+        if first == index:
+            continue
+        other = groups[first]
+        key = next(key for key in sorted({*group, *other}) if group.get(key) != other.get(key))
+        raise ValueError(
+            f"expected equal optimizer settings for {names[first]} and {names[index]}, which torch_dist stores in one "
+            f"group; got {key} {other.get(key)!r} and {group.get(key)!r}. --no-optimizer converts only the model."
+        )
 
 
 def _identity(group: Group) -> tuple[Any, ...]:
