@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -201,6 +202,59 @@ def test_state_of_a_killed_save(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(2, unfinished, tmp_path)
 
 
+def hooked(folder: Path, strategy: int | None) -> tuple[list[int], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Hooks save half of the weights, and load them, as those of diffusers' scripts do with adapters."""
+    loop = Loop(strategy)
+    accelerator, before, seen = loop.accelerator, loop.weights(), []
+
+    def saves(models: list[Any], weights: list[dict[str, torch.Tensor]], to: str) -> None:
+        seen.extend([len(models), len(weights)])
+        halved = {name: value / 2 for name, value in weights.pop().items()}
+        assert halved.keys() == accelerator.get_state_dict(models[0], unwrap=False).keys()
+        accelerator.save(halved, f"{to}/half.pt")
+
+    def loads(models: list[Any], origin: str) -> None:
+        seen.append(len(models))
+        models.pop().load_state_dict(torch.load(f"{origin}/half.pt"))
+
+    accelerator.register_save_state_pre_hook(saves)
+    accelerator.register_load_state_pre_hook(loads)
+    accelerator.save_state(str(folder))
+    accelerator.wait_for_everyone()
+    accelerator.load_state(str(folder))
+    return seen, before, loop.weights()
+
+
+def test_hooks_save_and_load_models(ranks: RankPool, tmp_path: Path) -> None:
+    for strategy in (None, 1, 3):
+        for seen, before, after in ranks.run(2, hooked, tmp_path / str(strategy), strategy):
+            assert seen == [1, 1, 1]
+            before = {name.removeprefix("module."): value / 2 for name, value in before.items()}
+            assert all(torch.equal(value, before[name.removeprefix("module.")]) for name, value in after.items())
+
+
+def other_optimizers(folder: Path) -> None:
+    from megatron.fsdp.checkpoint import loading
+
+    Loop(3).epochs(0).accelerator.save_state(str(folder))
+    loop = Loop(3)
+    next(iter(loop.model.parameters())).requires_grad_(False)
+    loop.optimizer.param_groups[0]["added"] = 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading.logger, "warning", warning := Mock())
+        loop.accelerator.load_state(str(folder))
+    assert "added" not in loop.optimizer.param_groups[0]
+    # The state of the frozen parameter.
+    assert "3 keys unexpected:\n  optimizer_0.state.0." in str(warning.call_args.args[-1])
+    loop.optimizer.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
+    with pytest.raises(RuntimeError, match="expected 2 parameter groups, .* different number of parameter groups, 1"):
+        loop.accelerator.load_state(str(folder))
+
+
+def test_a_different_optimizer(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, other_optimizers, tmp_path)
+
+
 def saves_models(folder: Path) -> None:
     from safetensors.torch import load_model
     from transformers import LlamaForCausalLM
@@ -274,6 +328,8 @@ def wraps_once() -> None:
     assert any(
         not torch.equal(value.full_tensor(), other.state_dict()[name].full_tensor()) for name, value in before.items()
     )
+    accelerator.free_memory()
+    assert accelerator.prepare(accelerator.unwrap_model(model)) is model and accelerator._models == [model]
 
 
 def test_prepare_wraps_once(ranks: RankPool) -> None:

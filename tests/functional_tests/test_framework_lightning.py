@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
 
 from megatron_fsdp import MegatronFSDP
 from tests.ranks import RankPool
@@ -372,3 +374,144 @@ def _mixed(folder: Path) -> None:
 
 def test_bf16_mixed_computes_in_bf16_and_updates_fp32_weights(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(2, _mixed, tmp_path)
+
+
+def _adds_to_checkpoints(folder: Path, ranks: int, path: Path | None = None) -> list[Any]:
+    """Train one epoch, or load its end. Return what a callback and a hook have added to the checkpoint."""
+    from lightning.pytorch import Callback
+
+    from tests import lightning_models as m
+
+    class Average(Callback):
+        state_key = "average"
+
+        def on_fit_start(self, trainer: Any, module: Any) -> None:
+            self.batches = 0
+            self.shadow = {name: value.detach().double() for name, value in module.named_parameters()}
+
+        def on_train_batch_end(self, trainer: Any, module: Any, *unused: Any) -> None:
+            self.batches += 1
+            for name, value in module.named_parameters():
+                self.shadow[name].lerp_(value.detach().double(), 0.1)
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"shadow": self.shadow, "batches": self.batches}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.shadow, self.batches = state["shadow"], state["batches"]
+
+    class Net(m.Net):
+        added: dict[str, Any]
+
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            head = self.head.weight.detach()
+            self.added = {"model": {"head.weight": head + 1}, "optimizer_0": [head.norm(), 3], "a.b": [[head * 2], 4]}
+            checkpoint.update(self.added)
+
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            self.added = {key: checkpoint[key] for key in ("model", "optimizer_0", "a.b")}
+
+    average, net = Average(), Net()
+    run = m.trainer(m.sharded(), ranks, folder, max_epochs=1, callbacks=[average])
+    run.fit(net, m.loader(ranks), ckpt_path=path)
+    main = dict(net.named_parameters())
+    found = [average.batches, *map(_whole, (average.shadow, net.added, net.state_dict()))]
+    average.on_train_batch_end(run, net)  # on shards of the same layout
+    for file in folder.parent.glob("*.consolidated"):
+        loaded = run.strategy.load_checkpoint(file, weights_only=False)
+        state = loaded["callbacks"]["average"]
+        again = [state["batches"], state["shadow"], {key: loaded[key] for key in net.added}, loaded["state_dict"]]
+        torch.testing.assert_close(again, found, rtol=0, atol=0)
+    assert all(value.placements == main[name].placements for name, value in average.shadow.items())
+    return found
+
+
+def _whole(value: Any) -> Any:
+    return tree_map(lambda leaf: leaf.full_tensor() if isinstance(leaf, DTensor) else leaf, value)
+
+
+def test_state_of_callbacks_and_hooks(ranks: RankPool, tmp_path: Path) -> None:
+    from lightning.fabric.utilities.load import _load_distributed_checkpoint
+    from lightning.pytorch.utilities.consolidate_checkpoint import _format_checkpoint
+
+    expected = ranks.run(2, _adds_to_checkpoints, tmp_path, 2)[0]
+    path = tmp_path / "epoch=0.ckpt"
+    assert expected[0] == 6
+    torch.save(_format_checkpoint(_load_distributed_checkpoint(path)), tmp_path / "epoch=0.ckpt.consolidated")
+    for number in (2, 1):
+        for found in ranks.run(number, _adds_to_checkpoints, tmp_path / str(number), number, path):
+            torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def _finds_a_rate(folder: Path) -> None:
+    """Lightning saves without a scheduler's options, and loads into an optimizer that has them."""
+    from lightning.pytorch.tuner import Tuner
+
+    from tests import lightning_models as m
+
+    class Without(m.Net):
+        lr = 1e-2
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=self.lr)
+
+    losses = []
+    for strategy in ("ddp", "fsdp"):
+        run, net = m.trainer("ddp" if strategy == "ddp" else m.sharded(), 2, folder / strategy), Without()
+        found = Tuner(run).lr_find(net, m.loader(2), num_training=6, update_attr=False)
+        run.fit(net, m.loader(2))
+        path = folder / strategy / "epoch=0.ckpt"
+        _, resumed = m.fit("ddp" if strategy == "ddp" else m.sharded(), 2, folder / strategy / "with", path)
+        losses.append([*found.results["loss"], *net.losses, *resumed.losses])
+    assert len(losses[0]) > 18
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-5)
+
+
+def test_options_that_a_checkpoint_lacks(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, _finds_a_rate, tmp_path)
+
+
+def _more_groups(folder: Path) -> None:
+    from tests import lightning_models as m
+
+    class Two(m.Net):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW([{"params": self.head.parameters()}, {"params": self.blocks.parameters()}])
+
+    class One(m.Net):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.head.parameters())
+
+    for saving, loading in ((Two, One), (One, Two)):
+        path = folder / saving.__name__
+        m.trainer(m.sharded(), 2, path, max_epochs=1).fit(saving(), m.loader(2))
+        with pytest.raises(RuntimeError, match="different number of parameter groups"):
+            m.trainer(m.sharded(), 2, path / "other").fit(loading(), m.loader(2), ckpt_path=path / "epoch=0.ckpt")
+
+
+def test_a_different_number_of_parameter_groups(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, _more_groups, tmp_path)
+
+
+def _norms(folder: Path) -> None:
+    from lightning.pytorch.utilities import grad_norm
+
+    from tests import lightning_models as m
+
+    class Net(m.Net):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            norms = grad_norm(self, 2)
+            self.log_dict(norms)
+            self.losses.extend(float(norms[name]) for name in sorted(norms))
+
+    found = []
+    for strategy in ("ddp", m.sharded(zero_dp_strategy=1), m.sharded()):
+        net = Net()
+        m.trainer(strategy, 2, folder, max_epochs=1).fit(net, m.loader(2))
+        found.append(net.losses)
+    assert len(found[0]) == 6 * (1 + len(list(net.parameters())) + 1)
+    torch.testing.assert_close(found[1:], found[:1] * 2, rtol=1e-5, atol=1e-5)
+
+
+def test_grad_norm(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, _norms, tmp_path)

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -153,12 +154,19 @@ def test_best_model_and_saved_model(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(2, save_and_load_best, tmp_path)
 
 
-def adapters(folder: Path, strategy: int | None, seed: int, checkpoint: Any) -> tuple[dict, dict]:
-    """Train low-rank adapters, with checkpoints, bfloat16 and activation checkpointing."""
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "LoraConfig": {"r": 4, "target_modules": "all-linear", "lora_dropout": 0.1},
+    # Of which PEFT saves what an encoder computes.
+    "PromptTuningConfig": {"num_virtual_tokens": 3},
+}
+
+
+def adapters(folder: Path, strategy: int | None, kind: str, seed: int, checkpoint: Any) -> tuple[dict, dict]:
+    """Train adapters, with checkpoints, bfloat16 and activation checkpointing."""
     import peft
 
     fresh_process()
-    config = peft.LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1, task_type="CAUSAL_LM")
+    config = getattr(peft, kind)(task_type="CAUSAL_LM", **ADAPTERS[kind])
     model = llama()
     torch.manual_seed(seed)
     changes = {"max_steps": STEPS, "bf16": True, "activation_checkpointing": True}
@@ -167,17 +175,46 @@ def adapters(folder: Path, strategy: int | None, seed: int, checkpoint: Any) -> 
     return history(trainer), full_weights(trainer.model)
 
 
-@pytest.mark.slow
-def test_adapters(ranks: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [pytest.param("LoraConfig", marks=pytest.mark.slow), "PromptTuningConfig"])
+def test_adapters(ranks: RankPool, tmp_path: Path, kind: str) -> None:
     pytest.importorskip("peft")
-    ((logs, weights), _) = ranks.run(2, adapters, tmp_path, 3, 0, None)
+    ((logs, weights), _) = ranks.run(2, adapters, tmp_path, 3, kind, 0, None)
     assert not (tmp_path / "checkpoint-4" / "model.safetensors").exists()
-    assert json.loads((tmp_path / "checkpoint-4" / "adapter_config.json").read_text())["r"] == 4
-    for found_logs, found_weights in ranks.run(2, adapters, tmp_path, 3, 7, str(tmp_path / "checkpoint-4")):
+    assert json.loads((tmp_path / "checkpoint-4" / "adapter_config.json").read_text())["task_type"] == "CAUSAL_LM"
+    for found_logs, found_weights in ranks.run(2, adapters, tmp_path, 3, kind, 7, str(tmp_path / "checkpoint-4")):
         assert found_logs == logs
         assert all(torch.equal(found_weights[name], value) for name, value in weights.items())
-    expected = ranks.run(2, adapters, tmp_path / "ddp", None, 0, None)
+    expected = ranks.run(2, adapters, tmp_path / "ddp", None, kind, 0, None)
     assert logs["loss"] == pytest.approx(expected[0][0]["loss"], rel=1e-3)
+
+
+def fails_on_rank_0(folder: Path) -> None:
+    from transformers import LlamaForCausalLM
+
+    fresh_process()
+    trainer = trainer_of(llama(), folder, 3, max_steps=2, **SAVING)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LlamaForCausalLM, "save_pretrained", Mock(side_effect=OSError("disk full")))
+        with pytest.raises(RuntimeError, match="could not be saved: disk full"):
+            trainer.train()
+
+
+def test_a_save_that_fails_on_rank_0_fails_on_all(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, fails_on_rank_0, tmp_path)
+
+
+def fewer_groups(folder: Path) -> None:
+    fresh_process()
+    trainer_of(llama(), folder, 3, max_steps=2, **SAVING).train()  # a group with weight decay, and one without
+    fresh_process()
+    trainer = trainer_of(model := llama(), folder, 3, max_steps=4)
+    trainer.optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(RuntimeError, match="different number of parameter groups"):
+        trainer.train(resume_from_checkpoint=True)
+
+
+def test_a_different_number_of_parameter_groups(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, fewer_groups, tmp_path)
 
 
 def rejected(folder: Path) -> None:

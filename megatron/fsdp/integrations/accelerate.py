@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.api.fully_shard import fully_shard_model, fully_shard_optimizer
 from megatron.fsdp.checkpoint.backend import save
-from megatron.fsdp.checkpoint.loading import load
+from megatron.fsdp.checkpoint.loading import load_with_optimizers
 from megatron.fsdp.forward_methods import register_forward_method
 from megatron.fsdp.helpers.spelling import did_you_mean
 from megatron.fsdp.model_units import unit_classes
@@ -75,9 +75,6 @@ class FSDPAccelerator(Accelerator):
             )
         if self.shards:
             _check_settings(self)
-            # The hooks may remove from the lists what the base class need not write or read.
-            self.register_save_state_pre_hook(lambda models, weights, folder: weights.clear())
-            self.register_load_state_pre_hook(self._load_sharded)
 
     @property
     def shards(self) -> bool:
@@ -94,8 +91,7 @@ class FSDPAccelerator(Accelerator):
             return super().prepare_model(model, device_placement, evaluation_mode)
         # The base class applies autocast. Without evaluation_mode, it would also add DDP.
         if is_wrapped(model):
-            wrapper = next((known for known in self._models if getattr(known, "module", None) is model), model)
-            return super().prepare_model(wrapper, device_placement=False, evaluation_mode=True)
+            return super().prepare_model(_wrapper_of(model), device_placement=False, evaluation_mode=True)
         super().prepare_model(model, device_placement=False, evaluation_mode=True)
         self._models.pop()
         place = self.device_placement if device_placement is None else device_placement
@@ -161,8 +157,8 @@ class FSDPAccelerator(Accelerator):
         """Return full main weights in host memory: on rank 0, and an empty dict on other ranks. A collective."""
         if not is_wrapped(model):
             return super().get_state_dict(model, unwrap)
-        if self._hidden is not None:  # called by save_state, which saves shards instead
-            return {}
+        if self._hidden is not None and len(self._save_model_state_pre_hook) == 1:
+            return {}  # save_state saves shards, and there are no hooks of the user, which may read full weights
         module = self.unwrap_model(model) if unwrap else model
         whole = get_model_state_dict(module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
         # The names of a tied parameter have one tensor, as in an unsharded model: it is then written to a file once.
@@ -180,27 +176,32 @@ class FSDPAccelerator(Accelerator):
         """
         if not self.shards:
             return super().save_state(output_dir, *args, **kwargs)
-        with self._hiding_optimizers():
+        # The last hook removes what the base class need not write: those of the user get what they do without sharding.
+        with self._hiding_optimizers(), self.register_save_state_pre_hook(lambda models, weights, to: weights.clear()):
             folder = super().save_state(output_dir, *args, **kwargs)
-            save(self._sharded_state(), Path(folder) / FOLDER)
+            save(self._sharded_state(self._models), Path(folder) / FOLDER)
         return folder
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
         """Load what :meth:`save_state` has saved."""
-        with self._hiding_optimizers():
+        if not self.shards:
+            return super().load_state(input_dir, *args, **kwargs)
+        with self._hiding_optimizers(), self.register_load_state_pre_hook(self._load_sharded):
             super().load_state(input_dir, *args, **kwargs)
 
     def _load_sharded(self, models: list[nn.Module], folder: str) -> None:
-        state = self._sharded_state()
-        load(state, Path(folder) / FOLDER)
+        """Load optimizers, and models that no hook of the user has removed from the list, since it has loaded them."""
+        state = self._sharded_state(models)
+        load_with_optimizers(state, Path(folder) / FOLDER)
         for i, model in enumerate(self._models):
-            model.load_state_dict(state[f"model_{i}"])
+            if f"model_{i}" in state:
+                model.load_state_dict(state[f"model_{i}"])
         for i, optimizer in enumerate(self._hidden or ()):
             optimizer.load_state_dict(state[f"optimizer_{i}"])
         models.clear()
 
-    def _sharded_state(self) -> dict[str, Any]:
-        state = {f"model_{i}": model.state_dict() for i, model in enumerate(self._models)}
+    def _sharded_state(self, models: list[nn.Module]) -> dict[str, Any]:
+        state = {f"model_{i}": model.state_dict() for i, model in enumerate(self._models) if model in models}
         return state | {f"optimizer_{i}": optimizer.state_dict() for i, optimizer in enumerate(self._hidden or ())}
 
     @contextmanager
@@ -217,6 +218,18 @@ class FSDPAccelerator(Accelerator):
 
 def _engines_of(optimizer: torch.optim.Optimizer) -> list[Engine]:
     return engines_of(p for options in optimizer.param_groups for p in options["params"])
+
+
+def _wrapper_of(model: nn.Module) -> nn.Module:
+    """The wrapper of a sharded model; for a wrapper, a part of a model, and one without a wrapper, the module itself.
+
+    Raises:
+        ReferenceError: The wrapper is gone.
+    """
+    proxies = (getattr(parameter, "_megatron_fsdp_model", None) for parameter in model.parameters())
+    proxy = next((each for each in proxies if each is not None), None)
+    # A bound method refers to the wrapper itself.
+    return proxy.forward.__self__ if proxy is not None and proxy.module is model else model
 
 
 def _units_in(model: nn.Module, given: Any) -> Any:

@@ -18,13 +18,14 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_map, tree_unflatten
 
 from megatron.fsdp.api.fully_shard import fully_shard_model, fully_shard_optimizer
 from megatron.fsdp.api.megatron_fsdp import MegatronFSDP
-from megatron.fsdp.checkpoint.loading import load
+from megatron.fsdp.checkpoint.loading import load_with_optimizers
 from megatron.fsdp.checkpoint.reader import open_checkpoint
 from megatron.fsdp.comm.backends import HOST
+from megatron.fsdp.dtensor.ragged_dtensor import same_layout
 from megatron.fsdp.forward_methods import register_forward_method
 from megatron.fsdp.helpers.spelling import did_you_mean
 from megatron.fsdp.runtime.partition import UnitClasses
@@ -42,6 +43,11 @@ _POLICIES = {
 _OWN_ARGUMENTS = ("module", "device_mesh", "dp_shard_dim", "dp_outer_dim", "tp_dim", "device")
 # Names in a checkpoint folder. Lightning's consolidate_checkpoint reads folders with these names.
 _META, _MODEL, _OPTIMIZER = "meta.pt", "model", "optimizer_"
+# DTensors of callbacks and hooks, by their place among the leaves of the rest of the checkpoint; and for each the
+# parameter that has its layout.
+_SHARDS, _LAYOUTS = "megatron_fsdp_shards", "megatron_fsdp_layouts"
+# Before keys of hooks that are names in a folder, too.
+_ADDED = "megatron_fsdp."
 # On a LightningModule, its sharded model, for later calls of fit, test ... by this Trainer or another. The two form a
 # cycle, as a LightningModule and its Trainer do anyway.
 _SHARDED = "_megatron_fsdp_sharded"
@@ -247,14 +253,10 @@ class ShardedStrategy(_Base):
         self.barrier()
         state = {_MODEL: checkpoint.pop("state_dict")}
         state |= {f"{_OPTIMIZER}{i}": each for i, each in enumerate(checkpoint.pop("optimizer_states", []))}
-        # Such as the weights that WeightAveraging has put aside.
-        others = [
-            key for key, value in checkpoint.items() if any(isinstance(leaf, DTensor) for leaf in tree_leaves(value))
-        ]
-        state |= {key: checkpoint.pop(key) for key in others}
-        dcp.save(state, checkpoint_id=new)
+        rest, shards = _without_shards(checkpoint, self.lightning_module.state_dict())
+        dcp.save({**state, _SHARDS: shards}, checkpoint_id=new)
         if self.is_global_zero:
-            torch.save(checkpoint, new / _META)  # last: a folder without it is no checkpoint
+            torch.save(rest, new / _META)  # last: a folder without it is no checkpoint
             _replace(path, new)
         self.barrier()
 
@@ -263,30 +265,85 @@ class ShardedStrategy(_Base):
         path = Path(self.broadcast(checkpoint_path))
         if path.is_file():
             checkpoint: dict[str, Any] = torch.load(path, map_location=HOST, mmap=True, weights_only=weights_only)
-            return checkpoint
+            return _with_shards(checkpoint, checkpoint.pop(_SHARDS, {}))  # which a consolidated folder has
         if not _is_folder_of_shards(path):
             raise ValueError(
                 f"Expected the path of a checkpoint: a file, or a folder with {_META} in it; got {str(path)!r}."
             )
         checkpoint = torch.load(path / _META, map_location=HOST, weights_only=weights_only)
         saved = open_checkpoint(path).metadata.state_dict_metadata
-        names: dict[str, set[str]] = {}
-        for key in saved:
-            entry, _, name = key.partition(".")
-            names.setdefault(entry, set()).add(name)
-        optimizers = self.optimizers[: sum(entry.startswith(_OPTIMIZER) for entry in names)]
-        state = {f"{_OPTIMIZER}{i}": optimizer.state_dict() for i, optimizer in enumerate(optimizers)}
+        entries = [key.partition(".")[0] for key in saved]
+        names = dict.fromkeys(key.removeprefix(f"{_MODEL}.") for key in saved if key.startswith(f"{_MODEL}."))
+        optimizers = self.optimizers[: len({entry for entry in entries if entry.startswith(_OPTIMIZER)})]
         current = self.lightning_module.state_dict()
-        for entry in names:
-            if not entry.startswith(_OPTIMIZER):
-                known = {name: value for name, value in current.items() if name in names[entry]}
-                state[entry] = {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in known.items()}
-        load(state, path)
+        copies = {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in current.items() if n in names}
+        state = {_MODEL: copies, _SHARDS: _templates(checkpoint[_LAYOUTS], saved, current)}
+        state |= {f"{_OPTIMIZER}{i}": optimizer.state_dict() for i, optimizer in enumerate(optimizers)}
+        load_with_optimizers(state, path)
         # With None for what the model lacks, load_state_dict names it.
-        checkpoint["state_dict"] = dict.fromkeys(names[_MODEL]) | state.pop(_MODEL)
+        checkpoint["state_dict"] = names | state[_MODEL]
         if optimizers:
-            checkpoint["optimizer_states"] = [state.pop(f"{_OPTIMIZER}{i}") for i in range(len(optimizers))]
-        return checkpoint | state
+            checkpoint["optimizer_states"] = [state[f"{_OPTIMIZER}{i}"] for i in range(len(optimizers))]
+        return _with_shards(checkpoint, state[_SHARDS])
+
+
+def _without_shards(checkpoint: dict[str, Any], model: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, DTensor]]:
+    """Separate the DTensors that callbacks and hooks have added to a checkpoint. A collective.
+
+    A DTensor without the layout of a parameter, such as the norm of a gradient, becomes a full tensor.
+
+    Args:
+        checkpoint: The checkpoint without the states of model and optimizers.
+        model: The model's state dict.
+
+    Returns:
+        The checkpoint with None for DTensors, and these.
+    """
+    checkpoint = {_ADDED + key if _is_reserved(key) else key: value for key, value in checkpoint.items()}
+    by_shape: dict[torch.Size, list[str]] = {}
+    for name, value in model.items():
+        if isinstance(value, DTensor):
+            by_shape.setdefault(value.shape, []).append(name)
+    paths, structure = tree_flatten_with_path(checkpoint)
+    leaves: list[Any] = []
+    shards, layouts = {}, {}
+    for i, (path, leaf) in enumerate(paths):
+        alike = by_shape.get(leaf.shape, []) if isinstance(leaf, DTensor) else []
+        alike = [name for name in alike if same_layout(leaf, model[name])]
+        if alike:
+            # With a different number of ranks, parameters that share a layout now may not do so.
+            layouts[str(i)] = next((name for name in alike if keystr(path).endswith(f"{name}']")), alike[0])
+            shards[str(i)] = leaf
+        leaves.append(None if alike else _gather(leaf, keep=True))
+    return {**tree_unflatten(leaves, structure), _LAYOUTS: layouts}, shards
+
+
+def _templates(layouts: Mapping[str, str], saved: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+    """Tensors to load the DTensors of callbacks and hooks into: full ones where the model has no such parameter."""
+    templates = {}
+    for place, name in layouts.items():
+        stored, like = saved[f"{_SHARDS}.{place}"], model.get(name)
+        if isinstance(like, DTensor) and like.shape == stored.size:
+            templates[place] = torch.empty_like(like, dtype=stored.properties.dtype)
+        else:
+            templates[place] = torch.empty(stored.size, dtype=stored.properties.dtype)
+    return templates
+
+
+def _with_shards(checkpoint: dict[str, Any], shards: Mapping[str, Any]) -> dict[str, Any]:
+    """Undo :func:`_without_shards`."""
+    if checkpoint.pop(_LAYOUTS, None) is None:
+        return checkpoint  # a file that never was a folder
+    states = {key: checkpoint.pop(key) for key in ("state_dict", "optimizer_states") if key in checkpoint}
+    leaves, structure = tree_flatten(checkpoint)
+    for place, value in shards.items():
+        leaves[int(place)] = value
+    rest = tree_unflatten(leaves, structure)
+    return {key.removeprefix(_ADDED): value for key, value in rest.items()} | states
+
+
+def _is_reserved(key: str) -> bool:
+    return key == _MODEL or key.startswith((_OPTIMIZER, _ADDED))
 
 
 def _check_callbacks(callbacks: list[Any]) -> None:

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch.nn.utils.stateless import _reparametrize_module
 from transformers import Trainer
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 
 from megatron.fsdp.checkpoint.backend import save
-from megatron.fsdp.checkpoint.loading import load
+from megatron.fsdp.checkpoint.coordination import attempt
+from megatron.fsdp.checkpoint.loading import load_with_optimizers
 from megatron.fsdp.integrations.accelerate import FSDPAccelerator
 
 # In a checkpoint. A plain Trainer, which cannot read it, takes the name for an optimizer's and raises an error.
@@ -71,9 +73,19 @@ class _ShardedTrainer(Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         if not self.accelerator.shards:
             return super().save_model(output_dir, _internal_call)
-        self._save(output_dir, state_dict=self.accelerator.get_state_dict(self.model))
+        state = self.accelerator.get_state_dict(self.model)
+        _, problem = attempt(lambda: self._save_full(output_dir, state))
+        if problem:  # on rank 0, and the others would wait for it
+            raise RuntimeError(f"{output_dir or self.args.output_dir}: the model could not be saved: {problem}")
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_full(self, output_dir: str | None, state: dict[str, Any]) -> None:
+        # Of a prompt, PEFT saves what its encoder computes, which rank 0 alone cannot do with shards.
+        adapted = hasattr(self.model, "peft_config")
+        prompts = {name: value for name, value in state.items() if adapted and name.startswith("prompt_encoder.")}
+        with _reparametrize_module(self.model, prompts):
+            self._save(output_dir, state_dict=state)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not self.accelerator.shards:
@@ -105,7 +117,7 @@ class _ShardedTrainer(Trainer):
         if not self.accelerator.shards:
             raise ValueError(f"{folder} has shards. To resume in one process: torchrun --nproc-per-node 1 SCRIPT.")
         state = {"optimizer": self.optimizer.state_dict()}
-        load(state, folder)
+        load_with_optimizers(state, folder)
         self.optimizer.load_state_dict(state["optimizer"])
         self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, SCHEDULER_NAME)))
 
