@@ -11,7 +11,7 @@ from torch import nn
 from megatron.fsdp.comm.collectives import AllGather, AllReduce, ReduceScatter
 from megatron.fsdp.comm.process_groups import require_process_group
 from megatron.fsdp.config import FSDPConfig
-from megatron.fsdp.dtensor.unsupported import NO_COPY
+from megatron.fsdp.dtensor.unsupported import NO_COPY, refuse_join
 from megatron.fsdp.helpers.arguments import check_type
 from megatron.fsdp.helpers.notes import add_note
 from megatron.fsdp.quantized.storage import KEEP_TRANSPOSE, storage_of
@@ -23,6 +23,7 @@ from megatron.fsdp.state.export import adapt_pretrained
 from megatron.fsdp.state.full_weights import BUCKET, Convert, Options, full_weights
 from megatron.fsdp.state.loading import (
     NO_PICKLE,
+    compare_expert_names,
     hook_state_dict,
     ignored_parameters,
     load,
@@ -87,6 +88,7 @@ class ShardedModel(nn.Module):
         hook_state_dict(self.engine, (self, *root_modules(module)))
         adapt_pretrained(self)
         self.engine.broadcast_weights()
+        compare_expert_names(self.engine)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped model."""
@@ -132,6 +134,8 @@ class ShardedModel(nn.Module):
     def microbatch_count(self) -> int:
         """Number of backward passes since gradients were last synchronized."""
         return self.engine.microbatch_count
+
+    join_hook = refuse_join
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Context for all micro-batches but the last: gradients are accumulated and not synchronized.

@@ -1,16 +1,34 @@
 """Experts may be sharded by strategies and over instances of their own; training stays that of the unsharded model."""
 
+import copy
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.testing import assert_close
 
 from megatron.fsdp import FSDPConfig
+from megatron.fsdp.checkpoint.backend import save
+from megatron.fsdp.checkpoint.loading import load
 from megatron.fsdp.comm.journal import JOURNAL
-from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model
+from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model, save_safetensors
 from tests.models import DEVICE, Block, TinyModel, adamw, assert_same_training, batches, device, logged, loss_of
 from tests.ranks import RankFailure, RankPool
 
@@ -88,7 +106,14 @@ def test_logs_of_ranks_with_different_experts_are_equal(ranks: RankPool) -> None
     ranks.run(4, _doubts)
 
 
-def _apart(strategy: int) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
+class Numbered(nn.ModuleDict):
+    """Experts whose names have their numbers across ranks."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.values())
+
+
+def _apart(strategy: int, numbered: bool = False) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
     """A model whose ranks with an even and an odd number have different experts, in one unit, and its optimizer."""
     dense, experts = init_device_mesh(DEVICE, (4,)), init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("shard", "ep"))
     model = _model().to(device())
@@ -97,6 +122,8 @@ def _apart(strategy: int) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
             parameter.mul_(1 + dist.get_rank() % 2 if ".experts." in name else 1)
     for block in list(model.blocks)[:2]:
         block.experts[1].register_buffer("load", torch.full((2,), float(dist.get_rank())))
+        if numbered:
+            block.experts = Numbered({str(dist.get_rank() % 2 * 2 + i): each for i, each in enumerate(block.experts)})
     meshes: dict[str, Any] = {"device_mesh": dense, "expt_device_mesh": experts["shard"], "dp_shard_dim": None}
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
     return fully_shard(
@@ -157,6 +184,118 @@ def _reset_by_its_holders(strategy: int) -> list[torch.Tensor]:
 def test_ranks_that_have_an_expert_may_write_it_alone(ranks: RankPool, strategy: int) -> None:
     for found, expected in zip(*(ranks.run(4, _reset_by_its_holders, number) for number in (strategy, 3)), strict=True):
         torch.testing.assert_close(found, expected)
+
+
+ONE = "module.blocks.0.experts.0.weight"
+KEY = r"blocks\.0\.experts\.0\.(weight|bias)(\.exp_avg)?: expected a key that only the ranks with this expert use"
+
+OTHERS = "full_state_dict=True|save_safetensors: blocks.0.experts..*: every expert-parallel rank has other experts"
+
+
+def _full(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Weights, buffers and state."""
+    found = dict([*model.named_parameters(), *model.named_buffers()])
+    for name, parameter in model.named_parameters():
+        found |= {f"{name} {key}": value for key, value in optimizer.state[parameter].items()}
+    return {n: (v.full_tensor() if isinstance(v, DTensor) else v).detach().clone() for n, v in found.items()}
+
+
+def _clear(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.zero_()
+    for state in optimizer.state.values():
+        for value in state.values():
+            value.zero_()
+
+
+def _trained(numbered: bool, strategy: int) -> tuple[MegatronFSDP, torch.optim.Optimizer, dict[str, torch.Tensor]]:
+    model, optimizer = _apart(strategy, numbered)
+    for buffer in model.buffers():
+        buffer.fill_(1 + dist.get_rank() % 2)
+    loss_of(model, batches(1, 1)[0, 0]).backward()
+    optimizer.step()
+    return model, optimizer, _full(model, optimizer)
+
+
+def _refused(folder: str, numbered: bool) -> None:
+    """Saves and loads that would lose experts of some ranks, or give them those of others, raise an error."""
+    model, optimizer, full = _trained(numbered, 3)
+    is_full = StateDictOptions(full_state_dict=True)
+    of_one_rank = [
+        lambda: save_safetensors(model, folder),
+        lambda: get_model_state_dict(model, options=is_full),
+        lambda: set_model_state_dict(model, full, options=replace(is_full, broadcast_from_rank0=True)),
+        lambda: get_optimizer_state_dict(model, optimizer, options=is_full),
+    ]
+    model_state, state = get_state_dict(model, optimizer)
+    by_name, one = {"model": model_state, "optimizer": state}, model_state.get(ONE)
+    under_one_name = [
+        lambda: dcp.save(model.state_dict(), checkpoint_id=folder),
+        lambda: dcp.save(by_name, checkpoint_id=folder),
+        lambda: save(by_name, folder),
+        lambda: dcp.load({ONE: one}, checkpoint_id=folder),
+        lambda: model.load_state_dict(full, strict=False),
+    ]
+    error = OTHERS if numbered else KEY
+    for call in of_one_rank if numbered else [*of_one_rank, *under_one_name]:
+        with pytest.raises((RuntimeError, NotImplementedError, CheckpointException), match=error):
+            call()
+    with pytest.raises(CheckpointException, match=r"state\.\d+\.exp_avg: expected a key that only .* state by name"):
+        dcp.save({"optimizer": optimizer.state_dict()}, checkpoint_id=folder)
+    assert_close(_full(model, optimizer), full, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("numbered", [False, True])
+def test_experts_are_not_saved_or_loaded_as_those_of_other_ranks(
+    ranks: RankPool, tmp_path: Path, numbered: bool
+) -> None:
+    dcp.save({ONE: torch.zeros(13, 13)}, checkpoint_id=tmp_path, no_dist=True)
+    ranks.run(4, _refused, str(tmp_path), numbered)
+
+
+def _saved(folder: str, numbered: bool, strategy: int, writes: str) -> None:
+    model, optimizer, full = _trained(numbered, strategy)
+    if writes == "a file per rank":
+        torch.save((model.state_dict(), optimizer.state_dict()), f"{folder}/{dist.get_rank()}")
+    elif writes == "nothing":
+        states = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    else:
+        by_name = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        dcp.save(by_name, checkpoint_id=folder) if writes == "dcp" else save(by_name, folder)
+    _clear(model, optimizer)
+    if writes == "a file per rank":
+        states = torch.load(f"{folder}/{dist.get_rank()}", weights_only=True)
+    if writes in ("a file per rank", "nothing"):
+        model.load_state_dict(states[0])
+        optimizer.load_state_dict(states[1])
+    else:
+        by_name = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        dcp.load(by_name, checkpoint_id=folder) if writes == "dcp" else load(by_name, folder)
+        set_state_dict(model, optimizer, model_state_dict=by_name["model"], optim_state_dict=by_name["optimizer"])
+    assert_close(_full(model, optimizer), full, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("strategy", [0, 3])
+@pytest.mark.parametrize("writes", ["dcp", "files", "a file per rank", "nothing"])
+def test_experts_with_names_of_their_own_are_saved(ranks: RankPool, tmp_path: Path, writes: str, strategy: int) -> None:
+    ranks.run(4, _saved, str(tmp_path), True, strategy, writes)
+
+
+@pytest.mark.parametrize("writes", ["a file per rank", "nothing"])
+def test_each_rank_may_keep_its_own_experts_under_any_name(ranks: RankPool, tmp_path: Path, writes: str) -> None:
+    ranks.run(4, _saved, str(tmp_path), False, 3, writes)
+
+
+def _loaded_in_full() -> None:
+    model, optimizer, full = _trained(True, 3)
+    _clear(model, optimizer)
+    model.load_state_dict({name: full[name] for name, _ in model.named_parameters()}, strict=False)
+    assert all(torch.equal(parameter.full_tensor(), full[name]) for name, parameter in model.named_parameters())
+
+
+def test_full_experts_are_loaded_by_names_of_their_own(ranks: RankPool) -> None:
+    ranks.run(4, _loaded_in_full)
 
 
 def _fewer_experts() -> None:

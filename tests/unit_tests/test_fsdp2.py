@@ -215,6 +215,7 @@ def _casts(library: types.ModuleType, start: Precise) -> tuple[list, list]:
     for block, policy in zip(model.blocks, policies, strict=True):
         library.fully_shard(block, mp_policy=policy)
     library.fully_shard(model, mp_policy=library.MixedPrecisionPolicy(output_dtype=torch.float64))
+    model.register_forward_hook(lambda module, args, output: module.seen.append(output["out"].dtype))
     optimizer = sgd(model.parameters())
     generator = torch.Generator().manual_seed(dist.get_rank())
     values = []
@@ -232,7 +233,7 @@ def _casts(library: types.ModuleType, start: Precise) -> tuple[list, list]:
 def _per_module_policies() -> None:
     start = Precise().to(device())
     ours, theirs = _casts(fsdp2, start), _casts(FSDP2, start)
-    assert ours[0] == theirs[0] == [torch.float32, torch.bfloat16, torch.float64, torch.float32]
+    assert ours[0] == theirs[0] == [torch.float32, torch.bfloat16, torch.float64, torch.float32, torch.float64]
     torch.testing.assert_close(ours[1], theirs[1])
 
 

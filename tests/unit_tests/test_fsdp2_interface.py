@@ -63,7 +63,7 @@ def _transformed() -> None:
     fsdp2.fully_shard(model.blocks[0])
     fsdp2.fully_shard(model)
     tokens = batches(1, 1)[0, 0]
-    with pytest.raises(NotImplementedError, match=r"torch\.func .* does not work"):
+    with pytest.raises(NotImplementedError, match=r"torch\.func .* do not work"):
         torch.vmap(model)(tokens[None])
     loss_of(model, tokens).backward()
 

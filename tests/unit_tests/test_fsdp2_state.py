@@ -4,6 +4,7 @@ import copy
 import gc
 import weakref
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,13 +12,22 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from megatron.fsdp import fsdp2
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
+from megatron.fsdp.dtensor.torch_patches import TORCH
 from megatron.fsdp.fsdp2.marked import model_of
-from megatron_fsdp import fully_shard_model
+from megatron_fsdp import fully_shard_model, save_safetensors
 from tests.models import DEVICE, TinyModel, adamw, batches, device, loss_of, sgd
 from tests.ranks import RankPool
 from tests.unit_tests.test_fsdp2 import BF16, FSDP2, Run, assert_same, build, full_weights, train
@@ -180,6 +190,55 @@ def test_parts_that_the_optimizer_meets_later(ranks: RankPool) -> None:
 # State --------------------------------------------------------------------------------------------------------------
 
 
+def _marked() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model of which nothing has been read since it was marked, and its optimizer, which was built before."""
+    model = TinyModel().to(device())
+    optimizer = adamw(model.parameters())
+    for module in (*model.blocks, model):
+        fsdp2.fully_shard(module)
+    return model, optimizer
+
+
+def _state_set_first(calls: str) -> None:
+    model, optimizer = _marked()
+    train(model, batches(1, 2), make_optimizer=lambda _: optimizer)
+    full = StateDictOptions(full_state_dict=calls == "full")
+    states = get_model_state_dict(model, options=full), get_optimizer_state_dict(model, optimizer, options=full)
+    states = copy.deepcopy(states)  # the functions of torch may share the steps
+    TORCH.uninstall()  # as in a new process
+    other, resumed = _marked()
+    if calls == "both":
+        set_state_dict(other, resumed, model_state_dict=states[0], optim_state_dict=states[1])
+    else:
+        set_optimizer_state_dict(other, resumed, states[1], options=full)
+        set_model_state_dict(other, states[0], options=full)
+    pairs: Any = ((model, optimizer), (other, resumed))
+    assert_same(*(train(each, batches(1, 2, seed=5), make_optimizer=lambda _, its=its: its) for each, its in pairs))
+
+
+@pytest.mark.parametrize("calls", ["both", "shards", "full"])
+def test_state_may_be_set_before_anything_is_read(ranks: RankPool, calls: str) -> None:
+    ranks.run(2, _state_set_first, calls)
+
+
+def _safetensors(folder: str) -> None:
+    with pytest.raises(ValueError, match="expected a sharded model; got a TinyModel. Give what fully_shard returned"):
+        save_safetensors(TinyModel(), folder)
+    model, optimizer = _marked()
+    with pytest.raises(ValueError, match="expected a sharded model; got a FSDPBlock. Give what fully_shard returned"):
+        save_safetensors(model.blocks[0], folder)
+    train(model, batches(1, 2), make_optimizer=lambda _: optimizer)
+    save_safetensors(model, folder)
+    dist.barrier()
+    saved = pytest.importorskip("safetensors.torch").load_file(f"{folder}/model.safetensors")
+    torch.testing.assert_close(saved, full_weights(model), rtol=0, atol=0)
+
+
+def test_safetensors(ranks: RankPool, tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    ranks.run(2, _safetensors, str(tmp_path))
+
+
 def _evenly_sharded() -> None:
     """State of torch's FSDP2, or from distribute_tensor, loads into a model on the meta device."""
     start = TinyModel().to(device())
@@ -298,6 +357,8 @@ def test_arguments(ranks: RankPool) -> None:
 
 
 def _invalid_models() -> None:
+    with pytest.raises(ValueError, match=r"Parameter 1\.weight is a .*UninitializedParameter, which has no shape yet"):
+        fsdp2.fully_shard(nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2)))
     half = fsdp2.MixedPrecisionPolicy(param_dtype=torch.float16)
     model: Any = build(fsdp2, TinyModel().bfloat16().to(device()), {})
     fsdp2.fully_shard(model.head, mp_policy=half)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp import fully_shard, register_optimizer
+from megatron_fsdp import fully_shard, fully_shard_model, fully_shard_optimizer, register_optimizer
 from tests.models import (
     STRATEGIES,
     Block,
@@ -130,6 +130,26 @@ def _step_that_raises() -> None:
 
 def test_step_after_one_that_raised(ranks: RankPool) -> None:
     ranks.run(2, _step_that_raises)
+
+
+def _step_of_an_unused_part() -> None:
+    plain = torch.nn.ModuleDict({name: torch.nn.Linear(5, 5) for name in "ab"}).to(device())
+    plain.forward = plain["a"].forward
+    model = fully_shard_model(copy.deepcopy(plain))
+    x = torch.ones(2, 5, device=device())
+    for module in (plain, model):
+        optimizers = [torch.optim.AdamW(module.get_submodule(name).parameters(), lr=0.1) for name in "ab"]
+        for optimizer in optimizers if module is model else ():
+            fully_shard_optimizer(optimizer)
+        module(x).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        assert not optimizers[1].state
+    assert_same_weights(model, plain)
+
+
+def test_step_of_an_optimizer_whose_parameters_were_not_used(ranks: RankPool) -> None:
+    ranks.run(2, _step_of_an_unused_part)
 
 
 class Counting(torch.optim.Optimizer):

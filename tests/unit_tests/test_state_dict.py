@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from megatron_fsdp import MegatronFSDP, fully_shard_model
 from tests.models import (
@@ -283,3 +284,17 @@ def _refused_on_one_rank() -> str:
 
 def test_every_rank_raises_for_shapes_and_for_an_error_of_one_rank(ranks: RankPool) -> None:
     assert ranks.run(2, _refused_on_one_rank) == ["ValueError", "KeyError"]
+
+
+def _names_without_the_wrappers() -> None:
+    start = nn.Linear(4, 4)
+    sharded = fully_shard_model(copy.deepcopy(start), fsdp_unit_modules=[])
+    given, options = start.state_dict(), StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    with pytest.raises((RuntimeError, ValueError), match=r"names on rank 0 must begin with 'module\.'"):
+        set_model_state_dict(sharded, dict(given) if dist.get_rank() == 0 else {}, options=options)
+    given = {f"module.{name}": value for name, value in given.items()} if dist.get_rank() == 0 else {}
+    set_model_state_dict(sharded, given, options=options)
+
+
+def test_names_of_a_state_that_is_broadcast(ranks: RankPool) -> None:
+    ranks.run(2, _names_without_the_wrappers)

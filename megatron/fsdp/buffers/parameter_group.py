@@ -23,6 +23,7 @@ from megatron.fsdp.comm.streams import Handle
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.dtensor.placements import RaggedShard, SectionedShard
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard, make_dtensor, make_like
+from megatron.fsdp.dtensor.unsupported import local_gradient
 from megatron.fsdp.helpers.autograd import in_backward
 from megatron.fsdp.helpers.weak import weak_method
 from megatron.fsdp.quantized.storage import WeightShard, WeightStorage, storage_of
@@ -368,7 +369,7 @@ class ParameterGroup:
             with torch._C.DisableTorchFunctionSubclass():
                 setattr(param.main, self._config.grad_attribute, grad)
         else:
-            local_shard(before).add_(local)
+            local_gradient(param.main, before).add_(local)
 
     def _add_read(self, i: int, grads: tuple[torch.Tensor | None]) -> tuple[None]:
         """Add a gradient that autograd would accumulate in main weight ``i``, which was read outside of forward.

@@ -325,6 +325,28 @@ def spanning_mesh(tensors: Sequence[torch.Tensor]) -> tuple[DeviceMesh, list[int
     return mesh, copies
 
 
+# The attribute of a mesh of experts that has their names, and whether no rank outside of the mesh uses them for others.
+EXPERT_NAMES = "_fsdp_expert_names"
+
+
+def require_own_name(mesh: DeviceMesh, key: str) -> None:
+    """Check a key under which experts are saved or loaded in full.
+
+    Raises:
+        RuntimeError: The tensor is of experts, and ranks outside of its mesh have other experts under the key. (torch
+            replaces the message of a ValueError.)
+    """
+    names, parts = getattr(mesh, EXPERT_NAMES, None), key.split(".")
+    found = (".".join(parts[i:j]) for i, j in itertools.combinations(range(len(parts) + 1), 2))
+    if names is not None and not any(names.get(name) for name in found):
+        raise RuntimeError(
+            f"{key}: expected a key that only the ranks with this expert use; got one under which other "
+            "expert-parallel ranks have other experts: all but one of these would be lost. Give the experts of each "
+            "expert-parallel rank names of their own, as by a ModuleDict keyed by the expert's number, and save "
+            "optimizer state by name, with torch.distributed.checkpoint.state_dict.get_state_dict."
+        )
+
+
 class InChunks:
     """The protocol of torch.distributed.checkpoint, for tensors whose shard may be several boxes of the full tensor."""
 
@@ -332,11 +354,15 @@ class InChunks:
     _local_tensor: torch.Tensor
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        for name, is_own in getattr(self._spec.mesh, EXPERT_NAMES, {}).items():
+            if not is_own:
+                require_own_name(self._spec.mesh, name)
         # NVIDIA's functions for uneven DTensors store the chunks in an attribute of the local tensor.
         described = getattr(self._local_tensor, "__create_chunk_list__", None)
         return described() if described is not None else _chunks(self._spec)
 
     def __create_write_items__(self, fqn: str, tensor: DTensor) -> list[WriteItem]:
+        require_own_name(self._spec.mesh, fqn)
         properties = TensorProperties.create_from_tensor(self._local_tensor)
         return [
             WriteItem(

@@ -44,6 +44,12 @@ TORCH = Patches(
             "megatron.fsdp.optim.hooks:initialize_state",
             patches.TORCH,
         ),
+        Patch(
+            "torch.distributed.checkpoint.state_dict:_verify_options",
+            "notes parameters of a model that is sharded meanwhile, and takes one rank's experts for all",
+            "megatron.fsdp.state.loading:before_state_dict",
+            patches.TORCH,
+        ),
         *(
             Patch(
                 f"torch.nn.utils{name}",

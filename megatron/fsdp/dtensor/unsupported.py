@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 # The one attribute that the engine sets on parameters: a weak reference to the engine.
 OWNER = "_fsdp_owner"
@@ -17,7 +18,10 @@ _CALL = (
 )
 BEFORE = "Tie, parametrize, prune and normalize weights before the model is sharded."
 _COLLECTIVE = "every rank has another shard, and gradients are averaged over the ranks already. "
-_HOOKS = "In place of register_multi_grad_hook, use register_post_accumulate_grad_hook of each parameter."
+_HOOKS = (
+    "In place of register_multi_grad_hook and _apply_optimizer_in_backward, use register_post_accumulate_grad_hook of "
+    "each parameter."
+)
 # By the names of operations, or by their namespace.
 _REMEDIES = {
     "t mm addmm bmm mv linear convolution embedding _embedding_bag native_layer_norm native_group_norm": _CALL,
@@ -56,12 +60,39 @@ class Unsupported(NotImplementedError):
 def explained(error: Unsupported, values: Iterable[Any]) -> NotImplementedError:
     """The error to show to the user: it names the main weight among ``values``, and says what to write instead."""
     func, *why = error.args
-    space, name = func._schema.name.split("::")
-    known = _REMEDY_OF.get(name if space == "aten" else space, f"it works on full tensors only. {_GATHER}")
+    space, operation = func._schema.name.split("::")
+    known = _REMEDY_OF.get(operation if space == "aten" else space, f"it works on full tensors only. {_GATHER}")
+    subject = f"the sharded parameter {name}" if (name := _name_of(values)) else "a sharded tensor"
+    return NotImplementedError(f"{func} on {subject}: {f'{why[0]}. {_GATHER}' if why else known}")
+
+
+def _name_of(values: Iterable[Any]) -> str:
+    """The name of the first main weight among ``values``; empty if there is none."""
     engines = [(getattr(value, OWNER, lambda: None)(), value) for value in values]
     names = [param.name for engine, value in engines if engine for param in engine.params() if param.main is value]
-    subject = f"the sharded parameter {names[0]}" if names else "a sharded tensor"
-    return NotImplementedError(f"{func} on {subject}: {f'{why[0]}. {_GATHER}' if why else known}")
+    return names[0] if names else ""
+
+
+def local_gradient(main: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """The local tensor of a main weight's gradient, which users may have set.
+
+    Raises:
+        TypeError: It is not a DTensor.
+    """
+    if not isinstance(grad, DTensor):
+        raise TypeError(
+            f"{_name_of([main])}.grad: expected a DTensor like the parameter; got a {type(grad).__name__}. Of a full "
+            "tensor that all ranks have, set parameter.grad = torch.zeros_like(parameter).copy_(tensor)."
+        )
+    return grad._local_tensor
+
+
+def refuse_join(*unused: Any, **unused_options: Any) -> Any:
+    """Takes the place of the method that ``torch.distributed.algorithms.Join`` calls."""
+    raise NotImplementedError(
+        "Join does not work with a sharded model: all ranks run the same number of batches. Leave out what is left of "
+        "some ranks, as DistributedSampler(drop_last=True) does."
+    )
 
 
 def refuse_memory(*unused: Any, **unused_options: Any) -> Any:

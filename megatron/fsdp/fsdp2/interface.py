@@ -126,9 +126,8 @@ def _before_forward(module: "FSDPModule", args: tuple, kwargs: dict) -> tuple[tu
     return _cast((args, kwargs), dtype, device) if dtype or device else (args, kwargs)
 
 
-def _after_forward(module: "FSDPModule", output: Any) -> Any:
-    dtype = mark_of(module).output_dtype
-    return output if dtype is None else _cast(output, dtype)
+def _after_forward(module: nn.Module, args: tuple, output: Any) -> Any:
+    return output if (dtype := mark_of(module).output_dtype) is None else _cast(output, dtype)
 
 
 def _cast(value: Any, dtype: torch.dtype | None, device: torch.device | None = None) -> Any:
@@ -206,7 +205,7 @@ class FSDPModule(MarkedModule):
         before = not_compiled(_before_forward) if torch.compiler.is_dynamo_compiling() else _before_forward
         args, kwargs = before(self, args, kwargs)  # how a model is sharded cannot be traced
         try:
-            return _after_forward(self, super().__call__(*args, **kwargs))
+            return super().__call__(*args, **kwargs)
         except BaseException as error:
             if not isinstance(error, Exception):  # after KeyboardInterrupt, torch calls no hook
                 model_of(self).engine.schedule.forward_failed()
@@ -324,8 +323,7 @@ class FSDPModule(MarkedModule):
         return [mark_of(module) for module in modules if isinstance(module, FSDPModule)]
 
     def _update_sync(self) -> None:
-        model = mark_of(self).model()
-        if model is not None:
+        if (model := mark_of(self).model()) is not None:
             model.update_sync()
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
@@ -512,6 +510,8 @@ def fully_shard(
         if (near := index.dense.neighbours(mark.ranks_after_forward)) is not None:
             communication_stream(device, index.dense.dp_group).group(near)  # now: sharding communicates nothing
         set_mark(each, mark)
+        if mark.output_dtype is not None:  # as torch does: hooks that are registered later see the cast
+            each.register_forward_hook(_after_forward)
     return module
 
 
@@ -588,7 +588,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         finally:
             if unit is not None:
                 unit.post_forward(target, args, kwargs, output)
-        return _after_forward(target, output)
+        return _after_forward(target, args, output)
 
     setattr(module, method_name, functools.update_wrapper(run, function))
 

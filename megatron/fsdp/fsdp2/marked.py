@@ -18,14 +18,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from megatron.fsdp.buffers.parameter import refuse_early_read
+from megatron.fsdp.buffers.parameter import check_class, refuse_early_read
 from megatron.fsdp.comm.backends import compute_device, local_device
 from megatron.fsdp.comm.streams import communication_stream
 from megatron.fsdp.config import FSDPConfig
+from megatron.fsdp.dtensor import torch_patches
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
+from megatron.fsdp.dtensor.unsupported import refuse_join
 from megatron.fsdp.helpers.autograd import refuse_transforms
 from megatron.fsdp.init.materialize import check_has_values
 from megatron.fsdp.optim.hooks import attach_at_first_use, attach_if_needed, watch_steps
@@ -42,6 +45,8 @@ logger = logging.getLogger(__name__)
 
 class MarkedModule(nn.Module):
     """Base of the classes of marked modules."""
+
+    join_hook = refuse_join
 
 
 @dataclass(eq=False)
@@ -133,6 +138,7 @@ def set_mark(module: MarkedModule, mark: Mark) -> None:
         if parameter.requires_grad and parameter not in ignored
     ]
     _pending.add(module)
+    torch_patches.apply()  # state dicts may be the first need
     _watch_steps()
 
 
@@ -384,6 +390,9 @@ def equalize(module: nn.Module, index: MeshIndex, device: torch.device, ignored:
     Later there is no time for it: sharding communicates nothing, and leaves every rank with its shards. Marked modules
     inside the module were compared when they were marked.
     """
+    for name, parameter in nn.Module.named_parameters(module):  # the module's own method would shard it
+        if is_lazy(parameter) and parameter not in ignored:
+            check_class(name, parameter)
     tensors: dict[str, torch.Tensor] = {}
     for owner in _own_modules(module):
         for name, tensor in (*owner._parameters.items(), *owner._buffers.items()):

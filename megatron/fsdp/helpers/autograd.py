@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import torch
+from torch.autograd import forward_ad
 
 
 def in_backward() -> bool:
@@ -16,9 +17,9 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 
 
 def refuse_transforms(what: str) -> None:
-    """Raise NotImplementedError, which begins with ``what``, inside of ``torch.func``."""
-    if torch._C._functorch.maybe_current_level() is not None:
+    """Raise NotImplementedError, which begins with ``what``, inside of ``torch.func`` or ``forward_ad.dual_level``."""
+    if torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0:
         raise NotImplementedError(
-            f"{what}: torch.func (vmap, grad, jvp, jacrev) does not work through a sharded model. Use "
-            "torch.autograd.grad, torch.autograd.functional.jacobian, or a loop in place of vmap."
+            f"{what}: torch.func (vmap, grad, jvp, jacrev) and forward-mode AD do not work through a sharded model. "
+            "Use torch.autograd.grad, torch.autograd.functional.jacobian, or a loop in place of vmap."
         )

@@ -8,6 +8,7 @@ optimizer is attached by ``fully_shard_optimizer``, or before its first step or 
 import contextlib
 import functools
 import inspect
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -228,7 +229,7 @@ class Attachment:
         self._prepare_gradients()
         closure = closure_of(args, kwargs)
         if closure is None and self.needs_gradient:
-            _require_gradient(optimizer)
+            self._require_gradient(optimizer)
         self.fresh.discard_unloaded(optimizer)  # before the swap: it compares DTensors
         self.fresh.drop_none_yet(optimizer, closure is not None)
         if self._looks_at == "block":
@@ -248,6 +249,18 @@ class Attachment:
             else:
                 engine.leave_gradients_waiting()
             engine.wait_before_write()
+
+    def _require_gradient(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise if neither the optimizer's parameters nor others of their models, which it may lack, have gradients."""
+        models = (param.main for engine in self.engines() for param in engine.params())
+        if all(
+            p.grad is None and getattr(p, "decoupled_grad", None) is None
+            for p in itertools.chain(_parameters(optimizer), models)
+        ):
+            raise RuntimeError(
+                "The optimizer's step found no gradient on any of its parameters and would change nothing. "
+                "Call backward first, and check that the optimizer was given to fully_shard_optimizer."
+            )
 
     def after_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         """Restore the DTensors, and mark compute weights as out of date."""
@@ -292,14 +305,6 @@ class Attachment:
                     # With offload, the optimizer may have made its state on the device of the model.
                     shard = own_shard(param, value).to(local_shard(param.main).device, copy=True)
                     state[key] = make_like(shard, param.main)
-
-
-def _require_gradient(optimizer: torch.optim.Optimizer) -> None:
-    if all(p.grad is None and getattr(p, "decoupled_grad", None) is None for p in _parameters(optimizer)):
-        raise RuntimeError(
-            "The optimizer's step found no gradient on any of its parameters and would change nothing. "
-            "Call backward first, and check that the optimizer was given to fully_shard_optimizer."
-        )
 
 
 def _update_by_unit(optimizer: torch.optim.Optimizer, engine: Engine, local: LocalStep) -> bool:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.buffers.parameter_group import ParameterGroup
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard, make_like
+from megatron.fsdp.dtensor.unsupported import local_gradient
 from megatron.fsdp.optim.classes import skips_empty
 
 State = dict[str, Any]
@@ -122,7 +123,7 @@ class LocalStep:
         if local.requires_grad is not main.requires_grad:
             local.requires_grad = main.requires_grad
         hidden = self._is_hidden(main)
-        self._given[main] = local.grad = None if main.grad is None or hidden else local_shard(main.grad)
+        self._given[main] = local.grad = None if main.grad is None or hidden else local_gradient(main, main.grad)
         decoupled = getattr(main, "decoupled_grad", None)
         if decoupled is not None and not hidden:
             local.decoupled_grad = local_shard(decoupled)  # type: ignore[attr-defined]

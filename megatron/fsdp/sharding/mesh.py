@@ -88,7 +88,8 @@ class MeshIndex:
         dense: Axes of all parameters except experts.
         experts: Axes of experts; equal to ``dense`` without ``expt_device_mesh``.
         expert_mesh_error: Why ``expt_device_mesh`` cannot be used; None if it can, or there is none.
-        expects_experts: Whether a mesh of experts is an error for a model that has none.
+        expects_experts: Whether a mesh of experts is an error for a model that has none, and experts are saved under
+            their names in it. False: Megatron's adapter, which numbers them across ranks.
 
     Raises:
         ValueError: A name is not an axis of the mesh, no name is given for a mesh with several axes, or the ranks of a

@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from megatron.fsdp.buffers.parameter import ShardedParameter
 from megatron.fsdp.checkpoint.coordination import attempt
 from megatron.fsdp.comm.backends import HOST
 from megatron.fsdp.dtensor.gathering import gather_full
 from megatron.fsdp.helpers.weak import weak_method
-from megatron.fsdp.state.loading import unsharded_state
+from megatron.fsdp.runtime.engine import Engine, engines_of
+from megatron.fsdp.state.loading import require_all_experts, unsharded_state
 
 if TYPE_CHECKING:
     from megatron.fsdp.module import ShardedModel
@@ -36,7 +38,7 @@ GIB = 1 << 30
 
 @torch.no_grad()
 def save_safetensors(
-    model: ShardedModel, folder: str | os.PathLike, dtype: torch.dtype | None = None, max_shard_size: int = 5 * GIB
+    model: nn.Module, folder: str | os.PathLike, dtype: torch.dtype | None = None, max_shard_size: int = 5 * GIB
 ) -> None:
     """Write the main weights and buffers. A collective: all ranks must call this, and rank 0 writes.
 
@@ -45,7 +47,7 @@ def save_safetensors(
     loads the model.
 
     Args:
-        model: The sharded model.
+        model: The sharded model; of FSDP2's interface, the outermost module that ``fully_shard`` was called on.
         folder: The folder to write to. It is created if it does not exist. A file is either complete or absent, and the
             index is written last.
         dtype: Dtype of the files. None: that of the compute weights.
@@ -54,6 +56,7 @@ def save_safetensors(
 
     Raises:
         ImportError: safetensors is not installed.
+        ValueError: ``model`` is not a sharded model.
         RuntimeError: Rank 0 could not write. All ranks raise it.
     """
     from safetensors.torch import save_file
@@ -73,7 +76,7 @@ def save_safetensors(
         if files is not None:
             files.finish(save_file)
             for config in ("config", "generation_config"):
-                save_config = getattr(getattr(model.module, config, None), "save_pretrained", None)
+                save_config = getattr(getattr(_parts(model)[1], config, None), "save_pretrained", None)
                 if save_config is not None:
                     save_config(folder)
 
@@ -168,17 +171,37 @@ def _call(message: str, method: Callable[..., Any], *args: Any, **options: Any) 
         raise RuntimeError(message) from error
 
 
-def _full_tensors(model: ShardedModel, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
+def _parts(model: nn.Module) -> tuple[Engine, nn.Module]:
+    """The engine of a model, and the module whose parameters have the engine's names.
+
+    Raises:
+        ValueError: The model is not sharded, or a part of a sharded one.
+    """
+    if isinstance(engine := getattr(model, "engine", None), Engine):
+        return engine, model.module  # type: ignore[return-value]
+    held = {id(parameter) for parameter in model.parameters()}
+    engines = engines_of(model.parameters())
+    if len(engines) != 1 or not all(held & {id(param.main), id(param.compute)} for param in engines[0].params()):
+        raise ValueError(
+            f"save_safetensors: expected a sharded model; got a {type(model).__name__}. Give what fully_shard "
+            "returned, or the outermost module that fully_shard of FSDP2's interface was called on."
+        )
+    return engines[0], model
+
+
+def _full_tensors(model: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every parameter and buffer, in full and on the CPU, in the same order on all ranks. A collective."""
-    model.engine.reshard()
+    engine, module = _parts(model)
+    require_all_experts(engine, "save_safetensors")
+    engine.reshard()
     seen: set[int] = set()
     param: ShardedParameter
-    for param in model.engine.params():
+    for param in engine.params():
         if id(param) not in seen:
             seen.add(id(param))
             whole = gather_full(param.main)  # type: ignore[arg-type]  # a Parameter that is a DTensor
             yield param.name, whole.to(HOST, dtype or param.compute.dtype).contiguous()
-    for name, value in unsharded_state(model.module).items():
+    for name, value in unsharded_state(module).items():
         if isinstance(value, torch.Tensor):
             kept = dtype if dtype is not None and value.is_floating_point() else value.dtype
             yield name, value.detach().to(HOST, kept).contiguous().clone()

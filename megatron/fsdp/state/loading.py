@@ -1,32 +1,37 @@
 """Loading a state dict of full or sharded tensors into a sharded model."""
 
+import hashlib
 import itertools
 import weakref
 from collections import OrderedDict
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
 
 from megatron.fsdp.buffers.parameter import ShardedParameter
-from megatron.fsdp.dtensor.placements import local_slice
+from megatron.fsdp.dtensor.placements import EXPERT_NAMES, local_slice, require_own_name
 from megatron.fsdp.dtensor.ragged_dtensor import is_sharded, local_shard, reduced, same_layout
 from megatron.fsdp.dtensor.unsupported import OWNER
 from megatron.fsdp.helpers.codes import check_values
 from megatron.fsdp.helpers.spelling import did_you_mean, shortened
 from megatron.fsdp.runtime.agreement import LOADED, Agreement, propagate_errors, samples
-from megatron.fsdp.runtime.engine import Engine
+from megatron.fsdp.runtime.engine import Engine, engines_of
 from megatron.fsdp.runtime.partition import public_name
 
 
 def _check(param: ShardedParameter, value: torch.Tensor, key: str) -> None:
     """Raise ValueError if ``value``, named ``key`` in the message, cannot be a value of the parameter."""
     check_values(key, value.dtype, param.main.dtype)
-    own = local_shard(param.main).shape
-    if is_sharded(value) and same_layout(value, param.main) and local_shard(value).shape != own:  # type: ignore[arg-type]
+    main: DTensor = param.main  # type: ignore[assignment]  # a Parameter that is a DTensor
+    own = local_shard(main).shape
+    if not isinstance(value, DTensor) or value.device_mesh != main.device_mesh:
+        require_own_name(main.device_mesh, key)
+    if is_sharded(value) and same_layout(value, main) and local_shard(value).shape != own:
         raise ValueError(
             f"{key}: expected this rank's shard, of shape {tuple(own)}; got another rank's. torch.save writes what "
             "one rank has: save and load a file per rank, or use torch.distributed.checkpoint."
@@ -90,7 +95,7 @@ def unsharded_state(module: nn.Module) -> dict[str, torch.Tensor | nn.Module]:
     return state
 
 
-def _require_fit(missing: list[str], unexpected: list[str], tied: Container[str]) -> None:
+def _require_fit(missing: list[str], unexpected: list[str], tied: Container[str], hint: str = "") -> None:
     """Raise RuntimeError if keys are missing or unexpected; the message names the first of them."""
     # Extra state is never required: whether a layer has any depends on its version and settings. A tied parameter needs
     # an entry under only one of its names.
@@ -100,7 +105,7 @@ def _require_fit(missing: list[str], unexpected: list[str], tied: Container[str]
         raise RuntimeError(
             f"state_dict does not fit the model. Missing: {shortened(missing) or 'none'}. "
             f"Unexpected: {shortened(unexpected) or 'none'}.{_renamed(missing, unexpected)} Give the state of the same "
-            "model, or strict=False to load what fits."
+            f"model, or strict=False to load what fits.{hint}"
         )
 
 
@@ -154,6 +159,51 @@ def hook_state_dict(engine: Engine, modules: Iterable[nn.Module]) -> None:
         module.register_load_state_dict_post_hook(invalidate)
 
 
+def compare_expert_names(engine: Engine) -> None:
+    """Find out which names of experts other expert-parallel ranks use for others: these cannot be saved. A collective.
+
+    Megatron-Core's adapter numbers experts across ranks when it saves them.
+    """
+    index, experts = engine.index, [param for param in engine.params() if param.key.expert]
+    if not experts or not index.divides_experts or not index.expects_experts:
+        return
+    names = [name for param in experts for name in param.names]
+    hashes = {name: int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "big") for name in names}
+    rows = engine.context.exchange(list(hashes.values()))
+    alike = dist.get_process_group_ranks(index.experts.dp_group)
+    ranks = zip(dist.get_process_group_ranks(index.dense.dp_group), rows, strict=False)
+    others = {number for rank, row in ranks if rank not in alike for number in row}
+    found = {name: number not in others for name, number in hashes.items()}
+    for mesh in {param.main.device_mesh for param in experts}:  # type: ignore[attr-defined]  # DTensors
+        setattr(mesh, EXPERT_NAMES, getattr(mesh, EXPERT_NAMES, {}) | found)  # those of another model stay
+
+
+def require_all_experts(engine: Engine, what: str) -> None:
+    """Check that ranks can gather or distribute the full model, for ``what``.
+
+    Raises:
+        RuntimeError: Other expert-parallel ranks have other experts under the same names.
+        NotImplementedError: They have other experts.
+    """
+    for param in engine.params() if engine.index.divides_experts else ():
+        if param.key.expert:
+            require_own_name(param.main.device_mesh, param.name)  # type: ignore[attr-defined]  # a DTensor
+            raise NotImplementedError(
+                f"{what}: {param.name}: every expert-parallel rank has other experts, and none has the full model. "
+                "Save shards with torch.distributed.checkpoint, or gather all with full_weights(expert_group=...)."
+            )
+
+
+def before_state_dict(original: Callable[..., Any], model: nn.Module, *args: Any, **options: Any) -> Any:
+    """Shard what is not sharded yet, before PyTorch notes the model's parameters to save or load state by name."""
+    for module in model.modules():
+        module.named_parameters()  # of a module that fully_shard has marked: shards it
+    if getattr(options.get("options"), "full_state_dict", False):
+        for engine in engines_of(model.parameters()):
+            require_all_experts(engine, "full_state_dict=True")
+    return original(model, *args, **options)
+
+
 @torch.no_grad()
 def load(engine: Engine, module: nn.Module, prefix: str, state_dict: Mapping[str, Any], strict: bool) -> Any:
     """Copy a state dict into main weights and buffers, and mark compute weights as out of date.
@@ -177,7 +227,9 @@ def load(engine: Engine, module: nn.Module, prefix: str, state_dict: Mapping[str
         keys = [key for key in wanted if key in state_dict]
         missing, unexpected = [k for k in wanted if k not in state_dict], [k for k in state_dict if k not in wanted]
         if strict and not any(_may_forgive(owner) for _, owner in _owners(module)):
-            _require_fit(result.missing_keys + missing, result.unexpected_keys + unexpected, tied)
+            hint = f" With broadcast_from_rank0, names on rank 0 must begin with {prefix!r}, as in state_dict()."
+            hint = hint if prefix and not original else ""
+            _require_fit(result.missing_keys + missing, result.unexpected_keys + unexpected, tied, hint)
         convert = tuple(key for key, owner in _owners(module) if _loads_itself(owner))
         fits = {key: _fits(wanted[key], state_dict[key], key, convert) for key in keys}
     _compare(engine, wanted, state_dict)
@@ -338,7 +390,10 @@ def _compare(engine: Engine, wanted: Mapping[str, Any], given: Mapping[str, Any]
     found: tuple[dict[str, str], dict[str, str]] = ({}, {})
     for key, target in wanted.items():
         value, is_weight = given.get(key), isinstance(target, ShardedParameter)
-        expert = is_weight and target.key.expert and index.experts is not index.dense
+        apart = index.experts is not index.dense
+        if apart and not is_weight:
+            continue  # buffers of experts may have names that other ranks lack
+        expert = apart and target.key.expert
         found[expert][f"{LOADED} {key}"] = "exists" if key in given else "does not exist"
         if is_weight and is_sharded(value):
             found[expert][f"{LOADED} {key}"] = "is sharded"
