@@ -13,7 +13,7 @@ for FILE in "$SCRIPT" "${FILES[@]}"; do
   [[ -e $FILE ]] || { echo "$NAME: expected $FILE; it does not exist" >&2 && exit 2; }
 done
 mkdir -p "$LOGS"
-GRACE=${GRACE:-600} # seconds from SIGTERM to the time limit: more than a step and a save
+GRACE=${GRACE:-600} # seconds from SIGTERM to the time limit: more than a step and two saves
 if [[ ${#RENDEZVOUS[@]} == 0 && -z ${SLURM_JOB_ID:-} ]]; then
   # Jobs of the same folders wait for each other; those of others have other names.
   ID=$(cksum <<<"$LOGS $SAVE ${ARGUMENTS[*]:0:3}")
