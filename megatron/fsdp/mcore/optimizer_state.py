@@ -58,7 +58,7 @@ def groups_to_load(
     for group, run in zip(found, own, strict=True):
         if not group["params"]:
             group |= {name: value for name, value in run.items() if name != "params"} | (counts[0] if counts else {})
-        for name in _SCHEDULED.keys() & group.keys() & run.keys():
+        for name in [name for name in _SCHEDULED if name in group and name in run]:
             if group[name] == run[name] or getattr(args, "use_checkpoint_opt_param_scheduler", True):
                 continue
             if not args.override_opt_param_scheduler:

@@ -133,30 +133,32 @@ class MatrixExchange:
             write: Called with the index and a flat fp32 tensor, which is this rank's shard of the result.
         """
         try:
-            arriving = self._gather(0, read) if self._rounds else None
-            leaving: _Round | None = None
-            for number in range(len(self._rounds)):
-                current, arriving = arriving, None
-                if number + 1 < len(self._rounds):
-                    arriving = self._gather(number + 1, read)
-                assert current is not None
-                current.wait()
-                for i, slices in current.owned:
-                    result = compute(i, torch.cat(slices).view(self._matrices[i].shape))
-                    for part, of_rank in zip(
-                        slices, result.reshape(-1).split([s.numel() for s in slices]), strict=True
-                    ):
-                        part.copy_(of_rank)
-                current.send_back(self._stream)
-                if leaving is not None:
-                    leaving.finish(write)
-                leaving = current
-            if leaving is not None:
-                leaving.finish(write)
+            self._exchange(read, compute, write)
         except BaseException:
             if runs_ahead(self._device):
                 self._stream.join()  # memory that exchanges use is freed while the exception propagates
             raise
+
+    def _exchange(self, read: Read, compute: Compute, write: Read) -> None:
+        """Gather the next round's matrices, and send back the last one's, while a round computes."""
+        arriving = self._gather(0, read) if self._rounds else None
+        leaving: _Round | None = None
+        for number in range(len(self._rounds)):
+            current, arriving = arriving, None
+            if number + 1 < len(self._rounds):
+                arriving = self._gather(number + 1, read)
+            assert current is not None
+            current.wait()
+            for i, slices in current.owned:
+                result = compute(i, torch.cat(slices).view(self._matrices[i].shape))
+                for part, of_rank in zip(slices, result.reshape(-1).split([s.numel() for s in slices]), strict=True):
+                    part.copy_(of_rank)
+            current.send_back(self._stream)
+            if leaving is not None:
+                leaving.finish(write)
+            leaving = current
+        if leaving is not None:
+            leaving.finish(write)
 
     def _gather(self, number: int, read: Read) -> "_Round":
         """Start to send the shards of a round's matrices to their owners."""
