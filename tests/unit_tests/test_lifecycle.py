@@ -10,7 +10,7 @@ from megatron.fsdp.runtime.unit import TRANSITIONS, Unit, WeightState
 @pytest.mark.parametrize(("before", "after"), list(itertools.product(WeightState, WeightState)))
 def test_transitions(before: WeightState, after: WeightState) -> None:
     unit = Unit("blocks.3", groups=[])
-    unit._state = before
+    unit.state = before
     if after in TRANSITIONS[before]:
         unit.to(after)
         assert unit.state is after

@@ -118,8 +118,7 @@ def _names(group: dist.ProcessGroup) -> dict[str, str]:
             "The process group of a sharded model does not exist any more: destroy_process_group() was called. Save "
             "the model before that call. After the next init_process_group(), shard a new model and load into it."
         ) from error
-    pairs = (pair.partition(":") for pair in config.split(","))
-    return {device: name for device, _, name in pairs}
+    return {device: name for device, _, name in [pair.partition(":") for pair in config.split(",")]}
 
 
 def is_communication_error(error: BaseException) -> bool:

@@ -65,6 +65,8 @@ class Unit:
         slot: Memory for unsharded weights that several units share; None if the unit has separate memory.
 
     Attributes:
+        is_root: It is the unit of the outermost module, which owns all parameters outside other units.
+        state: State of the weights. Only :meth:`to` changes it.
         children: Units inside this one, in the order of registration.
         slot: The argument; None if no unshard allocates memory.
         temporary: Whether an unshard allocates memory that a reshard frees.
@@ -89,6 +91,7 @@ class Unit:
 
     def __init__(self, name: str, groups: list[ParameterGroup], index: int = 0, slot: Slot | None = None) -> None:
         self.name = name
+        self.is_root = name == ""
         self.groups = groups
         self.index = index
         self.children: list[Unit] = []
@@ -109,7 +112,7 @@ class Unit:
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._before: Callable[..., Any] = weak_method(self.pre_forward)
         self._after: Callable[..., Any] = weak_method(self.post_forward)
-        self._state = WeightState.SHARDED
+        self.state = WeightState.SHARDED
         self._shows_compute = False
         self._depth = 0
         # See [Note: versions of compute weights].
@@ -122,12 +125,7 @@ class Unit:
         self._end: Any = None
 
     def __repr__(self) -> str:
-        return f"Unit({self.label}, {self._state.value})"
-
-    @property
-    def is_root(self) -> bool:
-        """True for the unit of the outermost module, which owns all parameters outside other units."""
-        return self.name == ""
+        return f"Unit({self.label}, {self.state.value})"
 
     @property
     def gathers_twice(self) -> bool:
@@ -154,24 +152,19 @@ class Unit:
         sizes = {planes: sum(group.unshard_bytes(planes) for group in self.groups) for planes in PlaneSet}
         return {planes: f"unshard {self.label}, {size:,} bytes" for planes, size in sizes.items()}
 
-    @property
-    def state(self) -> WeightState:
-        """State of the weights."""
-        return self._state
-
     def to(self, state: WeightState) -> None:
         """Change the state.
 
         Raises:
             RuntimeError: The change is not in ``TRANSITIONS``.
         """
-        if state not in TRANSITIONS[self._state]:
-            allowed = ", ".join(s.value for s in TRANSITIONS[self._state])
+        if state not in TRANSITIONS[self.state]:
+            allowed = ", ".join(s.value for s in TRANSITIONS[self.state])
             raise RuntimeError(
-                f"FSDP unit {self.label}: cannot go from '{self._state.value}' to '{state.value}'; "
+                f"FSDP unit {self.label}: cannot go from '{self.state.value}' to '{state.value}'; "
                 f"expected one of: {allowed}. Was a forward or backward called out of order?"
             )
-        self._state = state
+        self.state = state
         if state is WeightState.SHARDED:
             self.held_by.clear()
             self.expected_by.clear()
@@ -195,7 +188,7 @@ class Unit:
 
         A unit that is not sharded keeps its state, and gets the planes that it lacks.
         """
-        if self._state is WeightState.SHARDED:
+        if self.state is WeightState.SHARDED:
             self.to(WeightState.UNSHARDING)
         try:
             if self.slot is not None:
@@ -242,10 +235,10 @@ class Unit:
         """
         # Nothing tells when the backward of a call ends whose inputs need no gradients, as that of an embedding that is
         # used again. Autograd runs the nodes of later calls first: once another unit's backward begins, it has ended.
-        has_ended = self._state is WeightState.BACKWARD and self.unwatched and not (self.calls or self.aside)
-        if has_ended or self._state in (WeightState.UNSHARDING, WeightState.UNSHARDED):
+        has_ended = self.state is WeightState.BACKWARD and self.unwatched and not (self.calls or self.aside)
+        if has_ended or self.state in (WeightState.UNSHARDING, WeightState.UNSHARDED):
             self.reshard()
-        elif self._state is not WeightState.SHARDED:
+        elif self.state is not WeightState.SHARDED:
             raise RuntimeError(
                 f"FSDP units {self.label} and {other.label} share a buffer (double buffer) and are needed at the same "
                 "time. Leave fsdp_double_buffer off for this model."
@@ -271,7 +264,7 @@ class Unit:
         self.expected_by.discard(direction)
         if self.held_by or self.expected_by:
             return
-        if self._state in (WeightState.UNSHARDING, WeightState.HELD):
+        if self.state in (WeightState.UNSHARDING, WeightState.HELD):
             self.reshard(keep)
 
     def prepare(self, direction: Direction) -> None:
@@ -293,7 +286,7 @@ class Unit:
         Args:
             keep: A backward will follow: if only some of the ranks gather the weights for it, keep a shard.
         """
-        if self._state is WeightState.SHARDED:
+        if self.state is WeightState.SHARDED:
             return
         for storage, params in self.quantized:
             storage.after_use(params)
