@@ -113,7 +113,7 @@ class Numbered(nn.ModuleDict):
         return iter(self.values())
 
 
-def _apart(strategy: int, numbered: bool = False) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
+def _apart(strategy: int, numbered: bool = False, offload: bool = False) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
     """A model whose ranks with an even and an odd number have different experts, in one unit, and its optimizer."""
     dense, experts = init_device_mesh(DEVICE, (4,)), init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("shard", "ep"))
     model = _model().to(device())
@@ -124,11 +124,10 @@ def _apart(strategy: int, numbered: bool = False) -> tuple[MegatronFSDP, torch.o
         block.experts[1].register_buffer("load", torch.full((2,), float(dist.get_rank())))
         if numbered:
             block.experts = Numbered({str(dist.get_rank() % 2 * 2 + i): each for i, each in enumerate(block.experts)})
-    meshes: dict[str, Any] = {"device_mesh": dense, "expt_device_mesh": experts["shard"], "dp_shard_dim": None}
+    arguments: dict[str, Any] = {"device_mesh": dense, "expt_device_mesh": experts["shard"], "dp_shard_dim": None}
+    arguments |= {"zero_dp_strategy": strategy, "offload_optimizer": offload, "sync_module_states": False}
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
-    return fully_shard(
-        model, optimizer, fsdp_unit_modules=[Block], zero_dp_strategy=strategy, sync_module_states=False, **meshes
-    )
+    return fully_shard(model, optimizer, fsdp_unit_modules=[Block], **arguments)
 
 
 def _used_elsewhere(freeze: bool) -> tuple[bool, bool]:
@@ -161,16 +160,17 @@ def test_buffers_of_an_expert_are_averaged_over_the_ranks_that_have_it(ranks: Ra
     assert ranks.run(4, _averaged) == [[1.0, 1.0], [2.0, 2.0]] * 2
 
 
-def _reset_by_its_holders(strategy: int) -> list[torch.Tensor]:
+def _reset_by_its_holders(strategy: int, offload: bool = False) -> list[torch.Tensor]:
     """Outputs after each of some writes to an expert, by the ranks that have it, and then to all weights."""
-    model, optimizer = _apart(strategy)
+    model, optimizer = _apart(strategy, offload=offload)
     tokens, found = batches(1, 1)[0, 0], []
     for step in range(3):
         loss_of(model, tokens).backward()
         optimizer.step()
         optimizer.zero_grad()
         with torch.no_grad():
-            model(tokens)
+            if not offload:  # otherwise the step has started unshards that nothing has used
+                model(tokens)
             if dist.get_rank() % 2 == step % 2:
                 model.module.blocks[step % 2].experts[1].weight.mul_(0.5)
             found.append(model(tokens))
@@ -180,9 +180,10 @@ def _reset_by_its_holders(strategy: int) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("strategy", [0, 1, 2])
-def test_ranks_that_have_an_expert_may_write_it_alone(ranks: RankPool, strategy: int) -> None:
-    for found, expected in zip(*(ranks.run(4, _reset_by_its_holders, number) for number in (strategy, 3)), strict=True):
+@pytest.mark.parametrize(("strategy", "offload"), [(3, True), (0, False), (1, False), (2, False)])
+def test_ranks_that_have_an_expert_may_write_it_alone(ranks: RankPool, strategy: int, offload: bool) -> None:
+    right = ranks.run(4, _reset_by_its_holders, 3)
+    for found, expected in zip(ranks.run(4, _reset_by_its_holders, strategy, offload), right, strict=True):
         torch.testing.assert_close(found, expected)
 
 

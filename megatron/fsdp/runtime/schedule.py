@@ -169,10 +169,10 @@ class Schedule:
     def _follow_writes(self) -> None:
         """Unshard all weights again if main weights were written since they were unsharded."""
         if (written := outdated(self._weights)) and not self.passes.by_caller:
-            if len(written) == len(self._weights) or any(u.state is not WeightState.SHARDED for u in self.units):
-                self.reset()  # unshards that were started may have read a mixture of values
-                written = self._weights
             self.invalidate(written)
+            for unit in self.units:  # ranks that hold an expert may write it alone: no others unshard for this
+                if unit.state is not WeightState.SHARDED:
+                    unit.unshard()
 
     def invalidate(self, written: list[WeightBuffer] | None = None) -> None:
         """Mark compute weights as out of date after main weights have changed; the next use unshards again."""
