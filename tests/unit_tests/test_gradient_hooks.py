@@ -239,6 +239,9 @@ def _gradients_in_parts(strategy: str) -> None:
             with pytest.raises(NotImplementedError, match="layer.weight has gradient hooks.*use_reentrant=False"):
                 model(x).sum().backward()
             continue
+        other = fully_shard_model(_Twice(reentrant=True).to(device()), fsdp_unit_modules=[nn.Linear])
+        model(other(x).detach())
+        other(x).sum().backward()  # a backward of another model
         plain(x).sum().backward()
         model(x).sum().backward()
         grad = next(model.parameters()).grad

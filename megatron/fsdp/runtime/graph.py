@@ -122,7 +122,7 @@ def run_backward(original: Callable[..., Any], outputs: Sequence[Any], *args: An
     else:
         # Only reentrant checkpointing runs a backward in a backward. The units' hooks see what it recomputes.
         for schedule in list(_listening):
-            schedule.passes.was_nested = True
+            schedule.passes.was_nested |= schedule.passes.in_backward
     edges = [_edge(output) for output in outputs]
     passed: set[Unit] = set()
     entered = {} if in_backward() else _entered_aside(edges, passed)

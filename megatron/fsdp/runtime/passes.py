@@ -25,7 +25,7 @@ class Pass:
         by_caller: The caller has begun the backward and will end it. It may consist of several of autograd's.
         prefetched: The first unshards of the next forward were started.
         number: Number of backward passes so far.
-        was_nested: A backward ran in a backward since gradients were last synchronized.
+        was_nested: A backward ran in one of the model since gradients were last synchronized.
     """
 
     def __init__(self) -> None:
