@@ -69,8 +69,9 @@ FAILED = "Communication with other ranks has failed."
 # rank publishes beforehand: a rank that does not answer is the one to look for.
 _PREFIX, _ENDED, _HOSTS = "journal", "journal/ended", "journal/hosts"
 _REMEDY = (
-    "Every rank must run the same forwards, backwards and steps, including in evaluation, when saving, after an "
-    "exception that is caught, and at the end of the data."
+    "Every rank must run the same forwards, backwards and steps, also in evaluation, when saving, after an exception "
+    "that is caught, and at the end of the data. It must write the same parameters, also those of which it has no "
+    "elements; or call mark_weights_changed() on all ranks."
 )
 _NEXT = (
     "This report sees only the collectives of Megatron-FSDP. To look further, before the process group's timeout (NCCL "
