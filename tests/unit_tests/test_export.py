@@ -132,3 +132,30 @@ def _full_disk(folder: str, largest: int) -> None:
 @pytest.mark.parametrize("largest", [16, 1 << 30])
 def test_all_ranks_raise_if_the_disk_is_full(ranks: RankPool, tmp_path: Path, largest: int) -> None:
     ranks.run(2, _full_disk, str(tmp_path), largest)
+
+
+def _replaced(folder: str) -> None:
+    from megatron_fsdp import fully_shard_model, save_safetensors
+
+    config = transformers.LlamaConfig(
+        vocab_size=61, hidden_size=24, intermediate_size=40, num_hidden_layers=1, num_attention_heads=4
+    )
+    config.dtype = torch.bfloat16
+    source = transformers.LlamaForCausalLM(config).to(DEVICE)
+    model = fully_shard_model(source, fsdp_unit_modules=[type(source.model.layers[0])])
+    for round, largest in enumerate((1 << 30, 5000, 15000, 1 << 30)):
+        with torch.no_grad():
+            model.module.model.norm.weight.fill_(1 + round + 2**-12)
+        save_safetensors(model, folder, torch.float32, largest)
+        loaded = transformers.LlamaForCausalLM.from_pretrained(folder)
+        assert loaded.dtype == torch.float32 and model.config.dtype == torch.bfloat16
+        assert torch.equal(loaded.model.norm.weight, torch.full((24,), 1 + round + 2**-12))
+    assert [path.name for path in Path(folder).glob("*.safetensors*")] == ["model.safetensors"]
+    with torch.no_grad():
+        model.module.model.norm.weight.mul_(1e5)
+    with pytest.raises(ValueError, match=r"model\.norm\.weight: expected values within .*float16"):
+        save_safetensors(model, folder, torch.float16)
+
+
+def test_an_export_replaces_an_earlier_one_and_keeps_values(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(1, _replaced, str(tmp_path))

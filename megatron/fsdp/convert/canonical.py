@@ -96,8 +96,9 @@ class TrainingState:
         return compute_dtype(self.args)
 
     def model_dtype(self, name: str) -> torch.dtype:
-        """The dtype that the model computes one weight in."""
-        return self.model_dtypes.get(name, self.compute_dtype)
+        """The dtype that the model computes one weight in; a tensor of integers, such as a buffer, keeps its own."""
+        stored = self.weights[name].dtype
+        return self.model_dtypes.get(name, self.compute_dtype) if stored.is_floating_point else stored
 
 
 def compute_dtype(args: argparse.Namespace) -> torch.dtype:

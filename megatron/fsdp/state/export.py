@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import json
 import os
+import re
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +19,7 @@ from torch import nn
 
 from megatron.fsdp.buffers.parameter import ShardedParameter
 from megatron.fsdp.checkpoint.coordination import attempt
+from megatron.fsdp.checkpoint.lazy import of
 from megatron.fsdp.comm.backends import HOST
 from megatron.fsdp.dtensor.gathering import gather_full
 from megatron.fsdp.helpers.weak import weak_method
@@ -34,6 +37,7 @@ _REMEDIES = {
 }
 INDEX = "model.safetensors.index.json"
 GIB = 1 << 30
+_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 
 
 @torch.no_grad()
@@ -43,8 +47,8 @@ def save_safetensors(
     """Write the main weights and buffers. A collective: all ranks must call this, and rank 0 writes.
 
     A tied parameter is written once, under its first name, as Hugging Face's models expect. If the model has a
-    ``config`` with ``save_pretrained()``, the configuration is written as well, so that ``from_pretrained(folder)``
-    loads the model.
+    ``config`` with ``save_pretrained()``, the configuration is written as well, with the dtype of the files, so that
+    ``from_pretrained(folder)`` loads the model. Files of an earlier model in the folder are removed.
 
     Args:
         model: The sharded model; of FSDP2's interface, the outermost module that ``fully_shard`` was called on.
@@ -56,7 +60,7 @@ def save_safetensors(
 
     Raises:
         ImportError: safetensors is not installed.
-        ValueError: ``model`` is not a sharded model.
+        ValueError: ``model`` is not a sharded model, or a finite weight would be infinite in ``dtype``.
         RuntimeError: Rank 0 could not write. All ranks raise it.
     """
     from safetensors.torch import save_file
@@ -75,10 +79,10 @@ def save_safetensors(
             raise failed[0]
         if files is not None:
             files.finish(save_file)
-            for config in ("config", "generation_config"):
-                save_config = getattr(getattr(_parts(model)[1], config, None), "save_pretrained", None)
-                if save_config is not None:
-                    save_config(folder)
+            for name in ("config", "generation_config"):
+                config = getattr(_parts(model)[1], name, None)
+                if hasattr(config, "save_pretrained"):
+                    files.described(config).save_pretrained(folder)
 
     _together("save_safetensors", finish)
 
@@ -96,6 +100,16 @@ class _Files:
         self._held: dict[str, torch.Tensor] = {}
         self._written: list[list[str]] = []
         self._total = 0
+        # Holds the values of all files.
+        self._dtype: torch.dtype | None = None
+
+    def described(self, config: Any) -> Any:
+        """A copy of a configuration with the dtype of the files, in which transformers loads them by default."""
+        described = copy.copy(config)
+        for key in ("torch_dtype", "dtype"):  # of older versions, and of newer ones
+            if key in vars(config):
+                setattr(described, key, self._dtype)
+        return described
 
     def add(self, name: str, tensor: torch.Tensor, save: Callable[..., None]) -> None:
         """Hold a tensor. ``save`` writes those that are held if the file would become too large."""
@@ -103,6 +117,8 @@ class _Files:
             self._write(save)
         self._held[name] = tensor
         self._total += tensor.nbytes
+        if tensor.is_floating_point():
+            self._dtype = torch.promote_types(self._dtype or tensor.dtype, tensor.dtype)
 
     def _write(self, save: Callable[..., None]) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -118,6 +134,10 @@ class _Files:
         names = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
         if count == 1:
             names = ["model.safetensors"]
+        # An earlier save's files would be read with these, or, as a single file, in their place.
+        earlier = {path.name for path in self._folder.iterdir() if _WEIGHTS.fullmatch(path.name)} - set(names)
+        for name in (INDEX, *earlier):
+            (self._folder / name).unlink(missing_ok=True)
         for number, name in enumerate(names):
             os.replace(self._folder / f"part-{number}.unfinished", self._folder / name)
         if count > 1:
@@ -200,7 +220,8 @@ def _full_tensors(model: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple
         if id(param) not in seen:
             seen.add(id(param))
             whole = gather_full(param.main)  # type: ignore[arg-type]  # a Parameter that is a DTensor
-            yield param.name, whole.to(HOST, dtype or param.compute.dtype).contiguous()
+            wanted = dtype or param.compute.dtype
+            yield param.name, of(whole).within(wanted, param.name).full_tensor().to(HOST, wanted).contiguous()
     for name, value in unsharded_state(module).items():
         if isinstance(value, torch.Tensor):
             kept = dtype if dtype is not None and value.is_floating_point() else value.dtype

@@ -250,6 +250,13 @@ def test_differences_at_every_level() -> None:
     assert differences(model, dataclasses.replace(model, experts=None))[0].startswith("experts: ")
 
 
+def test_tokens_that_a_smaller_vocabulary_lacks_are_not_left_out(tmp_path: Path) -> None:
+    args = to_args(described("llama", tmp_path), "local", 128, torch.float32)
+    with pytest.raises(ValueError, match=rf"expected a vocab_size of at most \d+, .*; got {args.vocab_size}\. Give"):
+        from_args(args, vocabulary=args.vocab_size - 1)
+    assert from_args(args, vocabulary=args.vocab_size + 1).sizes.vocabulary == args.vocab_size + 1
+
+
 def test_arguments_without_sizes_raise_an_error() -> None:
     with pytest.raises(ValueError, match="args of the checkpoint: expected an integer num_layers; got None"):
         from_args(argparse.Namespace())

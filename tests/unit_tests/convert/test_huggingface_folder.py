@@ -69,9 +69,16 @@ def test_a_folder_can_be_read_back_here_and_by_the_library(tmp_path: Path, large
     assert not (tmp_path / "out.partial").exists()
 
 
+def test_as_in_transformers_a_single_file_is_read_and_an_index_is_not(tmp_path: Path) -> None:
+    FolderWriter(tmp_path / "out", largest_file=64).write(lazily(some_tensors()), CONFIG, [])
+    newer = {name: tensor + 1 for name, tensor in some_tensors().items()}
+    safetensors.torch.save_file(newer, tmp_path / "out" / "model.safetensors")
+    assert equal(whole(tmp_path / "out"), newer)
+
+
 def test_companions_are_copied_and_code_is_not(tmp_path: Path) -> None:
     names = ["tokenizer.json", "tokenizer_config.json", "tokenizer.model", "merges.txt", "vocab.json"]
-    others = ["modeling_it.py", "config.json", "model.safetensors", "pytorch_model.bin", "README.md"]
+    others = ["modeling_it.py", "tokenizer_it.py", "config.json", "model.safetensors", "pytorch_model.bin", "README.md"]
     (tmp_path / "in").mkdir()
     for name in [*names, *others]:
         (tmp_path / "in" / name).write_text(name)

@@ -259,6 +259,13 @@ def test_buffers_are_kept_unchanged(tmp_path: Path) -> None:
     assert_returns(tmp_path)
 
 
+def test_buffers_of_integers_are_not_rounded(tmp_path: Path) -> None:
+    counts = {"decoder.counts": torch.tensor([257, 1 << 40]), "output_layer.weight": torch.ones(4, 4)}
+    source = write_checkpoint(tmp_path / "source", {f"model.module.{k}": v for k, v in counts.items()}, {"args": TE})
+    write_state(read_state(source), tmp_path / "back", "torch_dist")
+    assert same(plain_tensors(tmp_path / "back")["decoder.counts"], counts["decoder.counts"])
+
+
 def test_main_weights_of_an_optimizer_that_is_not_distributed(tmp_path: Path) -> None:
     model = random_tensors({"decoder.layers.mlp.linear_fc2.weight": (2, 4, 8)})
     stored = {k.replace("state.param.", "state.fp32_param."): v for k, v in with_optimizer(model).items()}

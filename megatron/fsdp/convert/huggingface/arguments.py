@@ -101,10 +101,15 @@ def from_args(args: argparse.Namespace, vocabulary: int | None = None) -> Model:
 
     Raises:
         NotImplementedError: None of the four architectures computes the same. The message lists all reasons.
-        ValueError: A size is missing.
+        ValueError: A size is missing, or the vocabulary lacks tokens that the model was trained with.
     """
     architecture = architecture_of(args)
     known = Settings("args of the checkpoint", architecture, vars(args), partial=False)
+    if vocabulary and vocabulary < (trained := int(known.get("vocab_size", 0))):
+        raise ValueError(
+            f"args of the checkpoint: expected a vocab_size of at most {vocabulary}, as in the original's config.json "
+            f"or --vocab-size; got {trained}. Give the size of the vocabulary that the model was trained with."
+        )
     for name, allowed in _EXPECTED.items():
         if name in known.values:
             known.expect(name, *allowed)

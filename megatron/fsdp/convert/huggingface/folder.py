@@ -55,10 +55,10 @@ def read_weights(folder: Path) -> dict[str, LazyTensor]:
         FileNotFoundError: There is no safetensors file, or the index names one that is missing.
         ValueError: A file is damaged or contradicts the index.
     """
-    if not (folder / INDEX).is_file():
-        if not (folder / SINGLE).is_file():
-            raise FileNotFoundError(f"{folder}: expected {SINGLE} or {INDEX}; other formats are not supported.")
+    if (folder / SINGLE).is_file():  # transformers, too, then ignores an index
         return read_tensors(folder / SINGLE)
+    if not (folder / INDEX).is_file():
+        raise FileNotFoundError(f"{folder}: expected {SINGLE} or {INDEX}; other formats are not supported.")
     index = _json_object(folder / INDEX).get("weight_map")
     if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
         raise ValueError(f"{folder / INDEX}: expected a weight_map from names to files.")
@@ -82,7 +82,8 @@ def _json_object(path: Path) -> dict[str, Any]:
 
 def companions(folder: Path) -> list[Path]:
     """Return the files to copy along with the weights: tokenizer, chat template, generation settings."""
-    return sorted({path for pattern in _COMPANIONS for path in folder.glob(pattern) if path.is_file()})
+    found = {path for pattern in _COMPANIONS for path in folder.glob(pattern) if path.is_file()}
+    return sorted(path for path in found if path.suffix != ".py")
 
 
 @dataclass(frozen=True)
