@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import _create_write_items
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
@@ -76,7 +76,13 @@ def write_items(path: Path, items: Iterable[tuple[MetadataIndex, Any]]) -> list[
         for index, data in items:
             start = output.length
             if isinstance(data, torch.Tensor):
-                output.write_tensor(data.detach().cpu().resolve_conj().resolve_neg().contiguous())
+                plain = data.detach().cpu().resolve_conj().resolve_neg().contiguous()
+                if plain.numel() and not plain.data_ptr():
+                    raise ValueError(
+                        f"{index.fqn}: expected a tensor with memory of its own; got a {type(data).__name__}, which "
+                        "consists of other tensors. Save those, or the tensor that it stands for."
+                    )
+                output.write_tensor(plain)
             else:
                 output.write(data.getbuffer() if isinstance(data, io.BytesIO) else data)
             place = _StorageInfo(path.name, start, output.length - start)
@@ -353,7 +359,16 @@ class Planner(DefaultSavePlanner):
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Merge the plans of all ranks. torch checks that the shards of a tensor cover it, if there are any."""
+        """Merge the plans of all ranks. torch checks that the shards of a tensor cover it, if there are any.
+
+        Of what is not sharded, and may differ between ranks, the first rank's values are saved. torch's planner would
+        distribute such values over the ranks: a mean of one rank's, and a variance of another's.
+        """
+        seen: set[MetadataIndex] = set()
+        for number, plan in enumerate(all_plans):
+            kept = [item for item in plan.items if item.type is WriteItemType.SHARD or item.index not in seen]
+            seen.update(item.index for item in kept)
+            all_plans[number] = replace(plan, items=kept)
         plans, metadata = super().create_global_plan(all_plans)
         for name, value in self.state_dict.items():
             if isinstance(value, DTensor) and value.numel() and name not in metadata.state_dict_metadata:

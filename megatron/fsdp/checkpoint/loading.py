@@ -4,7 +4,7 @@ import logging
 import math
 import numbers
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -87,7 +87,8 @@ def load(
             replaced.
         folder: Of the checkpoint.
         aliases: Other names that a value may have in the checkpoint.
-        strictness: What to do about missing and unexpected keys. None: missing keys are an error.
+        strictness: What to do about missing and unexpected keys. None: missing keys are an error, and so are unexpected
+            ones in an empty dict of the state dict, or in a list that has fewer elements than the checkpoint's.
         check: Whether to compare all files with their checksums first.
         view: Returns what to load: the opened checkpoint, or a view of it with other keys.
 
@@ -98,7 +99,7 @@ def load(
         ValueError: Shapes differ.
         CheckpointException: A value cannot be read, or weights would be loaded from codes, such as 8-bit floats.
     """
-    folder, strictness = as_path(folder), strictness or Strictness()
+    folder, strictness = as_path(folder), strictness or _filling(state_dict)
     for left in reversed(range(ATTEMPTS)):
         opened = None
         try:
@@ -114,6 +115,27 @@ def load(
             if opened is not None:
                 logger.warning("%s: another job replaced this checkpoint during loading; loading the new one.", folder)
             time.sleep(_SECONDS_BETWEEN)
+
+
+def _filling(state_dict: dict[str, Any]) -> Strictness:
+    """Refuse to leave out what belongs into a container that lacks entries for it. A collective.
+
+    The state dict of an optimizer of torch is empty before the first step: loading into it would lose the moments.
+    """
+    unfilled = tuple({prefix for of_rank in gather_from_ranks([*_unfilled(state_dict)]) for prefix in of_rank})
+    why = ", in an empty dict or a list with fewer elements. Give it entries of these names before loading"
+    return Strictness(unexpected=Reaction.RAISE, extra=lambda key: not f"{key}.".startswith(unfilled), why=why)
+
+
+def _unfilled(value: Any, path: str = "") -> Iterator[str]:
+    """Beginnings of keys that would belong into an empty dict, or behind the last element of a list."""
+    entries = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    for key, entry in entries:
+        yield from _unfilled(entry, f"{path}{key}.")
+    if isinstance(value, list):
+        yield f"{path}{len(value)}."
+    elif isinstance(value, Mapping) and not value and path:
+        yield path
 
 
 def load_with_optimizers(state_dict: dict[str, Any], folder: Path | str) -> None:

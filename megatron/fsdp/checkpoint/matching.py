@@ -53,6 +53,7 @@ class Strictness:
         optional: Whether a key may be missing in any case.
         extra: Whether a key may be unexpected in any case, because it describes the checkpoint itself.
         padding: Whether shapes differ by padding only. By default they never do.
+        why: What messages add about unexpected keys.
     """
 
     missing: Reaction = Reaction.RAISE
@@ -60,6 +61,7 @@ class Strictness:
     optional: Callable[[str], bool] = lambda key: False
     extra: Callable[[str], bool] = lambda key: False
     padding: Padding = lambda key, shape, stored: ""
+    why: str = ""
 
 
 @dataclass
@@ -151,7 +153,7 @@ def report(found: Match, unexpected: Sequence[str], metadata: Metadata, strictne
     shapes = [f"{key}: {text}" for key, text in misshaped.items()]
     kinds = (
         (len(missing), "missing", hints, strictness.missing),
-        (len(unexpected), "unexpected", unexpected[:SHOWN], strictness.unexpected),
+        (len(unexpected), f"unexpected{strictness.why}", unexpected[:SHOWN], strictness.unexpected),
         (len(misshaped), "of another shape", shapes, Reaction.RAISE),
     )
     text = "\n".join(

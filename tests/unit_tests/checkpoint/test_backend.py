@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.testing._internal.two_tensor import TwoTensor
 
 from megatron.fsdp.checkpoint import backend
 from megatron.fsdp.checkpoint.backend import Planner, Writer
@@ -20,6 +22,7 @@ from megatron.fsdp.checkpoint.matching import Reaction, Strictness
 from megatron.fsdp.checkpoint.newest import newest_complete
 from megatron.fsdp.checkpoint.reader import open_checkpoint
 from megatron.fsdp.checkpoint.safe_pickle import UnsafePickle
+from tests.ranks import RankPool
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
@@ -129,6 +132,27 @@ def test_objects_that_loading_refuses_are_not_saved(tmp_path: Path) -> None:
     with pytest.raises(CheckpointException, match=r"settings\.own: refers to .*Own"):
         backend.save({"settings": {"own": Own()}, "x": torch.ones(2)}, tmp_path)
     assert not (tmp_path / ".metadata").exists()
+
+
+def test_a_tensor_of_tensors_is_not_saved(tmp_path: Path) -> None:
+    pair = TwoTensor(torch.ones(2), torch.zeros(2))
+    with pytest.raises(CheckpointException, match="weight: expected a tensor with memory of its own; got a TwoTensor"):
+        backend.save({"weight": pair}, tmp_path)
+
+
+def _differing(folder: str) -> None:
+    rank = dist.get_rank()
+    names = [f"v{i}" for i in range(6)]
+    values = {name: torch.full((1 + i % 3,), float(rank)) for i, name in enumerate(names)}
+    backend.save({**values, "step": rank, f"only.{rank}": rank}, folder)
+    into: dict[str, Any] = {**{name: value + 5 for name, value in values.items()}, "step": 7, f"only.{rank}": 7}
+    load(into, folder)
+    assert not any(into[name].any() for name in names)
+    assert into["step"] == 0 and into[f"only.{rank}"] == rank
+
+
+def test_of_values_that_differ_the_first_rank_s_are_saved(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, _differing, str(tmp_path))
 
 
 def test_plain_torch_reads_it(tmp_path: Path) -> None:
@@ -341,6 +365,23 @@ def test_unexpected_keys(tmp_path: Path, reaction: Reaction, caplog: pytest.LogC
     load(into, tmp_path, strictness=strictness)
     assert into["model"]["c"][0] == 3
     assert ("model.a.b" in caplog.text) == (reaction is Reaction.LOG)
+
+
+@pytest.mark.parametrize(
+    ("stored", "into", "lost"),
+    [
+        ({"state": {0: {"sum": torch.ones(2)}}}, {"state": {}}, r"optimizer\.state\.0\.sum"),
+        ({"losses": [torch.ones(2), torch.ones(2)]}, {"losses": [torch.zeros(2)]}, r"optimizer\.losses\.1"),
+    ],
+)
+def test_entries_without_a_place_are_not_left_out(
+    tmp_path: Path, stored: dict[str, Any], into: dict[str, Any], lost: str
+) -> None:
+    backend.save({"optimizer": stored, "x": torch.ones(2)}, tmp_path)
+    with pytest.raises(RuntimeError, match=f"1 key unexpected, in an empty dict .* Give it entries .*:\n  {lost}"):
+        load({"optimizer": into}, tmp_path)
+    backend.save({"optimizer": into, "x": torch.ones(2)}, tmp_path)
+    load({"optimizer": into, "x": torch.zeros(2)}, tmp_path)
 
 
 def test_optional_keys_may_be_missing(tmp_path: Path) -> None:
