@@ -33,7 +33,7 @@ BUDGETS = {
     "megatron/fsdp/helpers": 346,
     "megatron/fsdp/init": 458,
     "megatron/fsdp/integrations": 562,
-    "megatron/fsdp/mcore": 2_715,
+    "megatron/fsdp/mcore": 2_740,
     "megatron/fsdp/mcore/cpu": 730,
     "megatron/fsdp/naming": 250,
     "megatron/fsdp/optim": 968,
@@ -45,7 +45,7 @@ BUDGETS = {
     "megatron/fsdp/tools": 3_310,
     "megatron/fsdp/tools/predict": 1_680,
     "megatron_fsdp": 150,
-    "tests": 40_579,
+    "tests": 40_618,
 }
 
 # Phrases, as regular expressions, and the word that people of this field search for.

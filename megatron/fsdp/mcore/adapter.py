@@ -19,7 +19,7 @@ from megatron.core.models.common.embeddings.language_model_embedding import Lang
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
 from megatron.core.ssm.mamba_context_parallel import MambaContextParallel
 from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.transformer.module import Float16Module
@@ -268,11 +268,14 @@ class FullyShardedDataParallel(_BaseDataParallel):
         if not shards:
             return
         total = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(shards)).float())
-        message = "gradient norm of this rank's shards, after reduction"
+        machine = get_rerun_state_machine()
+        message = "gradient norm of this rank's shards, after reduction: any data-parallel rank may be at fault"
         if not torch.isfinite(total):
             bad = [name for name, grad in named if not torch.isfinite(grad).all()]
-            message += f"; not finite in {', '.join(bad[:8])}{' and others' if len(bad) > 8 else ''}"
-        machine = get_rerun_state_machine()
+            names = f"not finite in {', '.join(bad[:8])}{' and others' if len(bad) > 8 else ''}"
+            logger.error("Megatron-FSDP: gradients are %s", names)
+            # A rerun of the step finds the check by its message, which must not depend on what was found.
+            message += f"; {names}" * (machine.get_mode() is RerunMode.DISABLED)
         large = functools.partial(machine.is_unexpectedly_large, threshold=10, context="grads")
         # For each check: whether it is on, the name of the finding, the test, and whether a finding ends the run.
         checks: tuple[tuple[bool, str, Callable[..., Any], bool], ...] = (

@@ -450,6 +450,25 @@ def nan_in_a_gradient_is_reported_with_the_parameters_name() -> None:
         model.finish_grad_sync()
 
 
+def a_nan_that_a_rerun_does_not_reproduce_is_reported_as_such() -> None:
+    """Megatron finds the check that had failed by its message, which the names of gradients must not be part of."""
+    machine = rerun_state_machine.get_rerun_state_machine()
+    machine.set_mode(rerun_state_machine.RerunMode.VALIDATE_RESULTS)
+    machine.first_iteration_complete = True
+    model = mm.wrapped("optim_grads_params", check_for_nan_in_grad=True)
+    reported: list[str] = []
+    machine._log_validation_error_to_file = lambda status, **unused: reported.append(status.name)
+    for value in (float("nan"), 1.0):
+        assert machine.should_run_forward_backward(None)
+        model.zero_grad_buffer()
+        _without_finalizing(model, mm.tokens(0, 1))
+        group = model.module.engine.groups[-1]
+        group.gradients.wait()
+        group.gradients.reduced.mul_(value)
+        model.finish_grad_sync()
+    assert reported == ["INITIAL_RUN", "FIRST_RERUN_NOT_REPRODUCIBLE"]
+
+
 def gradients_are_checked_where_everything_is_frozen() -> None:
     """As on a pipeline stage that is not trained."""
     model = mm.wrapped(
