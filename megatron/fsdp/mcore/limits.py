@@ -8,6 +8,7 @@ wrapper is given.
 """
 
 import functools
+import inspect
 import logging
 import os
 from collections.abc import Callable
@@ -316,6 +317,12 @@ LIMITS: tuple[Limit, ...] = (
         "Leave both off.",
         lambda s: bool(s["qk_clip"] or s["log_max_attention_logit"]),
     ),
+    _not_yet(
+        "has_cond_embedder or flextron with pipeline_model_parallel_size",
+        "weights that pipeline stages share, other than embeddings",
+        "Leave pipeline_model_parallel_size at 1.",
+        lambda s: bool(s["has_cond_embedder"] or s["flextron"]) and (s["pipeline_model_parallel_size"] or 1) > 1,
+    ),
     _not_yet("optimizer_cuda_graph", "capturing the optimizer's step in a CUDA graph"),
     _not_yet(
         "create_all_gather_group with several optimizer instances",
@@ -547,3 +554,17 @@ def validate_args(original: Callable[..., Any], args: Any, *rest: Any, **kwargs:
     if is_muon:
         args.optimizer = "muon"
     return result
+
+
+def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Refuse, before the first step, a function for which Megatron evaluates on the last rank alone."""
+    given = inspect.signature(original).bind(*args, **kwargs).arguments
+    settings = Settings(getattr(given["model"][0], "ddp_config", None))
+    alone = given["process_non_loss_data_func"] is not None and given.get("non_loss_data_func") is None
+    if alone and settings["use_megatron_fsdp"] and _shards("parameters")(settings):
+        raise NotImplementedError(
+            "pretrain(process_non_loss_data_func=...): Megatron runs forwards for it on the last rank alone, which "
+            "would wait for the other ranks' shards. Pass non_loss_data_func, which is called with the model on all "
+            "ranks, or set data_parallel_sharding_strategy (--data-parallel-sharding-strategy) to optim_grads."
+        )
+    return original(*args, **kwargs)

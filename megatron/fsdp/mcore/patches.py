@@ -117,6 +117,11 @@ MEGATRON = Patches(
         ),
         # The beginning and the end of a run.
         _patch(
+            "megatron.training.training:train",
+            "evaluates for process_non_loss_data_func on the last rank, which lacks the others' shards",
+            "limits:train",
+        ),
+        _patch(
             "megatron.training.training:initialize_megatron",
             "leaves the file in which an earlier run has said how it ended",
             "ending:initialize",

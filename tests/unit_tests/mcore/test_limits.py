@@ -72,6 +72,10 @@ BROKEN: dict[str, dict[str, Any]] = {
     },
     "skip_train with load or pretrained_checkpoint": {"skip_train": True, "load": "run"},
     "qk_clip or log_max_attention_logit": {"log_max_attention_logit": True},
+    "has_cond_embedder or flextron with pipeline_model_parallel_size": {
+        "has_cond_embedder": True,
+        "pipeline_model_parallel_size": 2,
+    },
     "non_persistent_ckpt_type global": {"non_persistent_ckpt_type": "global"},
     "ckpt_convert_format": {"ckpt_convert_format": "torch_dist"},
     "megatron_fsdp_main_params_dtype other than fp32 with clip_grad": {
@@ -85,6 +89,28 @@ BROKEN: dict[str, dict[str, Any]] = {
 
 def _broken(setting: str) -> dict[str, Any]:
     return BROKEN.get(setting) or ({setting.split()[0]: 2} if setting.endswith("> 1") else {setting: True})
+
+
+@pytest.mark.parametrize(
+    ("strategy", "given", "refused"),
+    [
+        ("optim_grads_params", {"process_non_loss_data_func": print}, True),
+        ("optim_grads_params", {"process_non_loss_data_func": print, "non_loss_data_func": print}, False),
+        ("optim_grads_params", {"process_non_loss_data_func": None}, False),
+        ("optim_grads", {"process_non_loss_data_func": print}, False),
+        (None, {"process_non_loss_data_func": print}, False),
+    ],
+)
+def test_an_evaluation_on_one_rank_is_refused(strategy: str | None, given: dict[str, Any], refused: bool) -> None:
+    def loop(model: list[Any], process_non_loss_data_func: Any, non_loss_data_func: Any = None) -> str:
+        return "trained"
+
+    chunks = [SimpleNamespace(ddp_config=mm.ddp_config(strategy))]
+    if not refused:
+        assert limits.train(loop, chunks, **given) == "trained"
+        return
+    with pytest.raises(NotImplementedError, match="non_loss_data_func, which is called with the model on all ranks"):
+        limits.train(loop, chunks, **given)
 
 
 @pytest.mark.parametrize("limit", LIMITS, ids=lambda limit: limit.setting)
