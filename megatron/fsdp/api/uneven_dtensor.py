@@ -15,8 +15,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor, Replicate
 
-from megatron.fsdp.comm.gloo import ensure_released
-from megatron.fsdp.dtensor.gathering import gather_full, lengths_on_ranks, sharded_axes
+from megatron.fsdp.dtensor.gathering import gather_full, lengths_on_ranks, reduce_over, sharded_axes, unreplicated_axes
 from megatron.fsdp.dtensor.placements import RaggedShard, contiguous_stride, is_ragged, local_slice, narrowed_spec
 from megatron.fsdp.dtensor.ragged_dtensor import RaggedDTensor, make_dtensor
 
@@ -96,16 +95,8 @@ def validate_uneven_dtensor(dtensor: DTensor) -> None:
         for chunk in chunks
         for offset, size, whole in zip(chunk.offsets, chunk.sizes, dtensor.shape, strict=True)
     )
-    covered = torch.tensor(
-        [float(sum(chunk.sizes.numel() for chunk in chunks)), float(not inside)],
-        dtype=torch.float64,
-        device=dtensor.device_mesh.device_type,
-    )
-    for axis, placement in enumerate(dtensor._spec.placements):
-        if not isinstance(placement, Replicate):
-            group = dtensor.device_mesh.get_group(axis)
-            with ensure_released(group, covered):
-                dist.all_reduce(covered, group=group)
+    own = torch.tensor([sum(chunk.sizes.numel() for chunk in chunks), not inside], dtype=torch.float64)
+    covered = reduce_over(own, dist.ReduceOp.SUM, dtensor.device_mesh, unreplicated_axes(dtensor))
     if covered[1] or covered[0] != dtensor.numel():
         raise ValueError(
             f"Uneven DTensor of shape {tuple(dtensor.shape)}: ranks hold {int(covered[0])} of {dtensor.numel()} "

@@ -32,6 +32,14 @@ def attempt(work: Callable[[], T]) -> tuple[T | None, str]:
     return result, next(filter(None, gather_from_ranks(text)), "")
 
 
+def agreed(work: Callable[[], T]) -> T:
+    """Do something on every rank. If it raises an error on any, every rank raises RuntimeError. A collective."""
+    result, problem = attempt(work)
+    if problem:
+        raise RuntimeError(problem)
+    return cast("T", result)
+
+
 def from_rank_0(look: Callable[[], T]) -> T:
     """Return what rank 0 finds, as in a file system that may show machines different files. A collective.
 

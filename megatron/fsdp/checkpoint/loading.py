@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 from torch.distributed.checkpoint.utils import find_tensor_shard
 
 from megatron.fsdp.checkpoint.checksums import METADATA, Checksums, DamagedCheckpoint, crc32_of
-from megatron.fsdp.checkpoint.coordination import attempt, from_rank_0, gather_from_ranks, rank_and_world_size
+from megatron.fsdp.checkpoint.coordination import agreed, from_rank_0, gather_from_ranks, rank_and_world_size
 from megatron.fsdp.checkpoint.lazy import LazyTensor, Region, of
-from megatron.fsdp.checkpoint.matching import Aliases, Match, Reaction, Strictness, match, report, unexpected_keys
+from megatron.fsdp.checkpoint.matching import Aliases, Reaction, Strictness, match, report, unexpected_keys
 from megatron.fsdp.checkpoint.reader import CheckpointReader, open_checkpoint
 from megatron.fsdp.checkpoint.storage import as_path
 from megatron.fsdp.helpers.codes import check_values
@@ -62,23 +62,13 @@ class Contents(Protocol):
 View = Callable[[CheckpointReader], Contents]
 
 
-def as_stored(opened: CheckpointReader) -> Contents:
-    """Return the checkpoint itself."""
-    return opened
-
-
-def no_aliases(key: str) -> tuple[str, ...]:
-    """Return no other names."""
-    return ()
-
-
 def load(
     state_dict: dict[str, Any],
     folder: Path | str,
-    aliases: Aliases = no_aliases,
+    aliases: Aliases = lambda key: (),
     strictness: Strictness | None = None,
     check: bool = True,
-    view: View = as_stored,
+    view: View = lambda opened: opened,
 ) -> None:
     """Load a checkpoint into a state dict. A collective.
 
@@ -106,7 +96,7 @@ def load(
             opened = _open_on_all_ranks(folder)
             if check:
                 check_files(opened)
-            _load(state_dict, _viewed(opened, view), folder, aliases, strictness)
+            _load(state_dict, agreed(partial(view, opened)), folder, aliases, strictness)
             return
         except Exception as error:
             replaced = opened is None or (isinstance(error, _OF_FILES) and _is_replaced(opened))
@@ -180,27 +170,12 @@ def _groups_of(value: Any) -> list[dict[str, Any]]:
     return groups if isinstance(groups, list) else []
 
 
-def _viewed(opened: CheckpointReader, view: View) -> Contents:
-    """Make the view. If that fails on any rank, every rank raises an error. A collective."""
-    contents, error = attempt(lambda: view(opened))
-    if contents is None or error:
-        raise RuntimeError(error)
-    return contents
-
-
-def _matched(wanted: dict[str, Any], metadata: Metadata, aliases: Aliases, strictness: Strictness) -> Match:
-    """Look up every key. Ranks that have an embedding read the tokenizer and saved arguments, which may fail."""
-    found, error = attempt(lambda: match(wanted, metadata, aliases, strictness.padding))
-    if found is None or error:
-        raise RuntimeError(error)
-    return found
-
-
 @torch.no_grad()
 def _load(state_dict: dict[str, Any], opened: Contents, folder: Path, aliases: Aliases, strictness: Strictness) -> None:
     metadata = opened.metadata
     wanted, paths = flatten_state_dict(state_dict)
-    found = _matched(wanted, metadata, aliases, strictness)
+    # Ranks that have an embedding read the tokenizer and saved arguments, which may fail.
+    found = agreed(partial(match, wanted, metadata, aliases, strictness.padding))
     unexpected = [k for k in unexpected_keys(found.sources.values(), metadata) if not strictness.extra(k)]
     text = report(found, unexpected, metadata, strictness)
     if text:

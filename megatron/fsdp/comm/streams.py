@@ -91,13 +91,16 @@ class Stream(ABC):
         """
         _nothing()
 
-    @abstractmethod
     def group(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
-        """Return the process group, with the ranks of ``group``, that tasks of this stream must use."""
+        """The process group, with the ranks of ``group``, that tasks must use: that one, unless threads share it.
 
-    @abstractmethod
+        NCCL runs the collectives of one communicator in the order in which they are issued, whatever their streams.
+        """
+        return group
+
     def finish(self) -> bool:
-        """Wait for all tasks for a limited time, and return whether they have ended."""
+        """Wait for all tasks for a limited time, and return whether they have ended, as when ``run`` runs them."""
+        return True
 
 
 class CollectiveMismatch(RuntimeError):
@@ -185,14 +188,6 @@ class InlineStream(Stream):
         handle = _CpuHandle()
         handle.finish(None)
         return handle
-
-    def group(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
-        """The caller's group: no other thread uses it."""
-        return group
-
-    def finish(self) -> bool:
-        """True: every task has ended."""
-        return True
 
 
 class CpuStream(Stream):
@@ -338,13 +333,6 @@ class CudaStream(Stream):
         # In a capture, whose memory is its own, a stream that is not joined afterwards would be an error.
         if not is_capturing():
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
-
-    def group(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
-        """The caller's group: its own thread issues the collectives.
-
-        NCCL runs the collectives of one communicator in the order in which they are issued, whatever their streams.
-        """
-        return group
 
     def finish(self) -> bool:
         """Ask the device until it has run all tasks, for a limited time."""

@@ -20,7 +20,6 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from megatron.fsdp.checkpoint.allowed import Foreign
-from megatron.fsdp.checkpoint.reader import checkpoint_folder
 from megatron.fsdp.checkpoint.storage import REMOTE, as_path
 from megatron.fsdp.convert.inspecting import SHOWN, listed
 from megatron.fsdp.convert.options import ReadOptions, WriteOptions
@@ -164,15 +163,6 @@ def _require_local(values: Iterable[Any]) -> None:
                 f"{path}: expected a folder in a file system; got an address on object storage. Mount the storage, and "
                 "give the mounted folder."
             )
-
-
-def folder_of(path: Path) -> Path:
-    """The checkpoint in or below a folder, see ``checkpoint_folder``.
-
-    Raises:
-        FileNotFoundError: There is none.
-    """
-    return checkpoint_folder(path)
 
 
 def worker() -> tuple[int, int]:

@@ -6,13 +6,13 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from megatron.fsdp.checkpoint.reader import checkpoint_folder
 from megatron.fsdp.convert.canonical import TrainingState
 from megatron.fsdp.convert.console import (
     Result,
     command,
     directory,
     fields_of,
-    folder_of,
     progress_bar,
     read_options,
     worker,
@@ -98,14 +98,14 @@ def convert(input_dir: Path, output_dir: Path, format: str | None, **options: An
     torch_dist stores optimizer state by parameter (fully_reshardable), so that it loads at any tensor, pipeline and
     expert parallel size. Run it with torchrun to divide the work among processes.
     """
-    folder = folder_of(input_dir)
+    folder = checkpoint_folder(input_dir)
     found = format_of(folder)
     other = TORCH_DIST if found == FSDP_DTENSOR else FSDP_DTENSOR
     if format == found:
         raise ValueError(f"{folder}: expected a checkpoint to convert to {format}; it already has that format.")
     _reject_options_of(found, other)
     options["process"], options["processes"] = worker()
-    options["like"] = options["like"] and folder_of(options["like"])
+    options["like"] = options["like"] and checkpoint_folder(options["like"])
     writing = fields_of(WriteOptions, options)
     state = read_state(folder, fields_of(ReadOptions, options))
     with progress_bar(f"{found} to {other}", lay_out(state, other, writing).nbytes // writing.processes) as progress:

@@ -9,25 +9,22 @@ from typing import Any, TypeVar
 import click
 import torch
 
-from megatron.fsdp.checkpoint.reader import RELEASE
+from megatron.fsdp.checkpoint.reader import RELEASE, checkpoint_folder
 from megatron.fsdp.convert.console import (
     Result,
     command,
     directory,
     fields_of,
-    folder_of,
     progress_bar,
     read_options,
     worker,
 )
 from megatron.fsdp.convert.huggingface.arguments import flags
-from megatron.fsdp.convert.huggingface.folder import divide
+from megatron.fsdp.convert.huggingface.folder import Export, divide, export
 from megatron.fsdp.convert.huggingface.transfer import (
     ARGUMENTS,
-    Export,
     Import,
     ImportOptions,
-    export,
     import_,
     prepare_export,
     prepare_import,
@@ -93,7 +90,7 @@ def export_safetensors(
 ) -> Result:
     """Export a checkpoint's weights to a Hugging Face model: Llama, Qwen3, Qwen3-MoE or DeepSeek-V3."""
     process, processes = worker()
-    state = read_state(folder_of(checkpoint), fields_of(ReadOptions, options))
+    state = read_state(checkpoint_folder(checkpoint), fields_of(ReadOptions, options))
     plan = prepare_export(state, dtype, original, vocab_size)
     with progress_bar("Writing", plan.nbytes // processes) as progress:
         export(plan, out, max_shard_size, WriteOptions(process=process, processes=processes), progress)

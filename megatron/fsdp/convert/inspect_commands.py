@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from megatron.fsdp.checkpoint.checksums import write_file
-from megatron.fsdp.checkpoint.reader import CheckpointReader
+from megatron.fsdp.checkpoint.reader import CheckpointReader, checkpoint_folder
 from megatron.fsdp.checkpoint.writer import write_checkpoint
 from megatron.fsdp.convert import verifying
 from megatron.fsdp.convert.comparing import bytes_to_compare, compare
@@ -15,7 +15,6 @@ from megatron.fsdp.convert.console import (
     as_json_text,
     command,
     directory,
-    folder_of,
     gib,
     plain,
     progress_bar,
@@ -38,7 +37,7 @@ GROUP_MAP = "param_to_param_group_map.json"
 )
 def inspect(checkpoint_dir: Path, with_groups: bool) -> Result:
     """List the contents of a checkpoint without reading its tensors."""
-    found = summarize(folder_of(checkpoint_dir), with_groups)
+    found = summarize(checkpoint_folder(checkpoint_dir), with_groups)
     tensors = []
     for key, tensor in found["tensors"].items():
         chunks = f", chunks={tensor['chunks']}" if tensor["chunks"] != 1 else ""
@@ -51,7 +50,7 @@ def inspect(checkpoint_dir: Path, with_groups: bool) -> Result:
 @click.argument("key")
 def print_tensor(checkpoint_dir: Path, key: str) -> Result:
     """Show one tensor or object."""
-    reader = CheckpointReader(folder_of(checkpoint_dir), verify=False)
+    reader = CheckpointReader(checkpoint_folder(checkpoint_dir), verify=False)
     if key in reader.objects:
         value = reader.read_object(key)
         return Result({"key": key, "object": value}, {"key": key, "object": str(value)})
@@ -76,7 +75,7 @@ def print_torch_dcp_in_json(torch_dcp_dir: Path) -> Result:
 
     Parameter names become those in checkpoints, which begin with model.module.
     """
-    folder = folder_of(torch_dcp_dir)
+    folder = checkpoint_folder(torch_dcp_dir)
     reader = CheckpointReader(folder)
     content: dict[str, Any] = {_checkpoint_name(key): reader.read_object(key) for key in reader.objects}
     content |= {_checkpoint_name(key): contents_of(tensor) for key, tensor in reader.tensors.items()}
@@ -102,7 +101,7 @@ def _checkpoint_name(name: str) -> str:
 )
 def modify_state_dict(input_dir: Path, output_dir: Path, operations: tuple[str, ...]) -> Result:
     """Copy a checkpoint, with keys removed or renamed. A REGEX matches anywhere in a key."""
-    source = CheckpointReader(folder_of(input_dir))
+    source = CheckpointReader(checkpoint_folder(input_dir))
     process, processes = worker()
     draft, (kept, removed) = modified(source, [parse_operation(text) for text in operations], contents=process == 0)
     identity = f"{source.fingerprint} {operations}"
@@ -122,7 +121,7 @@ def diff(checkpoint_1: Path, checkpoint_2: Path, show_all: bool, exit_code: bool
 
     Tensors are close if their elements are, as in torch.allclose.
     """
-    first, second = (CheckpointReader(folder_of(path)) for path in (checkpoint_1, checkpoint_2))
+    first, second = (CheckpointReader(checkpoint_folder(path)) for path in (checkpoint_1, checkpoint_2))
     with progress_bar("Comparing", bytes_to_compare(first, second)) as progress:
         found = compare(first, second, progress)
     shown = [d for d in found.tensors if show_all or not d.same]
@@ -148,7 +147,7 @@ def diff(checkpoint_1: Path, checkpoint_2: Path, show_all: bool, exit_code: bool
 @directory("checkpoint_dir")
 def verify(checkpoint_dir: Path) -> Result:
     """Check all files, tensors and objects of a checkpoint. The exit status is 1 if there is a problem."""
-    folder = folder_of(checkpoint_dir)
+    folder = checkpoint_folder(checkpoint_dir)
     with progress_bar("Verifying", verifying.bytes_to_verify(folder)) as progress:
         report = verifying.verify(folder, progress)
     sizes = {name: (folder / name).stat().st_size if (folder / name).is_file() else 0 for name in report.files}

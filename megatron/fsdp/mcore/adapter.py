@@ -359,10 +359,6 @@ class FullyShardedDataParallel(_BaseDataParallel):
 
     # State -----------------------------------------------------------------------------------------------------
 
-    def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
-        """Return main weights and buffers; Megatron calls this to save a checkpoint."""
-        return self.module.state_dict_for_save_checkpoint(prefix=prefix, keep_vars=keep_vars)
-
     def sharded_state_dict(self, *unused: Any, **also_unused: Any) -> dict[str, Any]:
         """Raise NotImplementedError: Megatron's ShardedTensors describe parameters that every rank has in full."""
         raise NotImplementedError(

@@ -113,7 +113,7 @@ def load_state_dict(state_dict: dict[str, Any], storage_reader: Any, planner: An
             other_names,
             strictness_of(megatron_arguments(), partial(_saved_arguments, folder)),
             check=needs_checksums(folder),
-            view=view("optimizer" in state_dict),
+            view=partial(view, "optimizer" in state_dict),
         )
     state_dict.update(own)
     state_dict.restore()

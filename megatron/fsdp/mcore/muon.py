@@ -120,14 +120,11 @@ def get_emerging_optimizer(
     matrices = copy.copy(rest)
     rest.config = matrices.config = config
     if not rest.is_stub_optimizer:
-        settings = entry.config_to_kwargs(config, model_chunks, pg_collection or _process_groups())
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(["tp", "expt_tp"])
+        settings = entry.config_to_kwargs(config, model_chunks, groups)
         matrices.optimizer = _take_matrices(rest.optimizer, settings)
         matrices.init_state_fn = entry.init_state_fn
     return MatricesAndRest([matrices, rest])
-
-
-def _process_groups() -> ProcessGroupCollection:
-    return ProcessGroupCollection.use_mpu_process_groups(["tp", "expt_tp"])
 
 
 def _take_matrices(adam: torch.optim.Optimizer, settings: dict[str, Any]) -> ShardedMuon:

@@ -2,14 +2,13 @@
 
 import argparse
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
-from megatron.fsdp.checkpoint.loading import Contents, View
+from megatron.fsdp.checkpoint.loading import Contents
 from megatron.fsdp.checkpoint.reader import CheckpointReader, common_state, format_of, open_checkpoint
 from megatron.fsdp.checkpoint.storage import as_path
 from megatron.fsdp.convert.fsdp_dtensor import CHECKPOINT_VERSION
@@ -24,16 +23,13 @@ def is_torch_dist(folder: Path) -> bool:
     return format_of(folder) == TORCH_DIST
 
 
-def view(optimizer: bool) -> View:
+def view(optimizer: bool, opened: CheckpointReader) -> Contents:
     """The source to load a checkpoint from: the conversion of a ``torch_dist`` one, others as they are.
 
     Args:
         optimizer: Whether optimizer state is loaded. If not, nothing has to be known about it.
+        opened: The checkpoint.
     """
-    return partial(_view, optimizer=optimizer)
-
-
-def _view(opened: CheckpointReader, optimizer: bool) -> Contents:
     if opened.format != TORCH_DIST:
         return opened
     args = megatron_arguments() or argparse.Namespace()
@@ -66,7 +62,7 @@ class Reader(FileSystemReader):
         if not compares or not is_torch_dist(as_path(self.path)):
             return opened.metadata
         loads = not (getattr(run, "finetune", False) or getattr(run, "no_load_optim", False))
-        return view(loads)(opened).metadata
+        return view(loads, opened).metadata
 
 
 def checkpoint_format(original: Callable[..., str], checkpoint_name: Any, args: Any) -> str:

@@ -246,9 +246,9 @@ def _entered_aside(edges: list[tuple[Any, int]], passed: "set[Unit]") -> dict[An
             unit = node.unit()
         elif (weight := getattr(node, "variable", None)) is not None and (engine := owner_of(weight)) is not None:
             unit = engine.unit_with(weight)
-        for each in [unit, *[reference() for reference in node.metadata.get(_GRADIENTS, ())]]:
-            if each is not None and each not in inside and each.schedule is not None:
-                entered[each.schedule][each] = None
+        for each in (unit, *(reference() for reference in node.metadata.get(_GRADIENTS, ()))):
+            if each is not None and each not in inside and (schedule := each.schedule()) is not None:
+                entered[schedule][each] = None
                 passed.add(each)
         inside = inside - {unit} if type(node) is _END else inside
         stack += [(*edge, inside) for edge in node.next_functions]

@@ -108,7 +108,7 @@ class Unit:
         self.held_by: set[Direction] = set()
         self.expected_by: set[Direction] = set()
         self.channel = Channel(Log([]))
-        self._schedule: Callable[[], Schedule | None] = lambda: None
+        self.schedule: Callable[[], Schedule | None] = lambda: None
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._before: Callable[..., Any] = weak_method(self.pre_forward)
         self._after: Callable[..., Any] = weak_method(self.post_forward)
@@ -399,7 +399,7 @@ class Unit:
                 call any of these nested wrappers.
             schedule: Called by the hooks. It is referred to weakly, because the modules hold the hooks.
         """
-        self._schedule, self._modules = weakref.ref(schedule), weakref.WeakSet(modules)
+        self.schedule, self._modules = weakref.ref(schedule), weakref.WeakSet(modules)
         self._before, self._after = not_compiled(self._before), not_compiled(self._after)
         for module in modules:
             if module._compiled_call_impl is not None:
@@ -424,12 +424,12 @@ class Unit:
 
         Backward may recompute such a module without the unit, and then needs the planes of forward.
         """
-        if (schedule := self.schedule) is not None:
+        if (schedule := self.schedule()) is not None:
             schedule.before_inner_forward(self)
 
     def pre_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """Forward pre-hook. Calls inside a call of the same unit are ignored."""
-        if (schedule := self._schedule()) is None:
+        if (schedule := self.schedule()) is None:
             return None
         refuse_transforms(f"FSDP unit {self.label}")
         if self._depth and not self.runs_forward():
@@ -466,7 +466,7 @@ class Unit:
     def post_forward(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         """Forward hook. ``output`` is None if the module has raised an exception."""
         self._depth = max(self._depth - 1, 0)
-        if (schedule := self._schedule()) is None or self._depth:
+        if (schedule := self.schedule()) is None or self._depth:
             return None
         if output is None:
             explain_write_to_input(self)
@@ -527,7 +527,7 @@ class Unit:
             output = function(*args, **kwargs)
         except BaseException:
             self._after(module, args, kwargs, None)
-            schedule = self._schedule()
+            schedule = self.schedule()
             if schedule is not None and self.is_root and not self._depth:
                 schedule.forward_failed()
             raise
@@ -536,17 +536,12 @@ class Unit:
 
     def pre_backward(self, grad: torch.Tensor) -> None:
         """Tensor hook of an output."""
-        if (schedule := self.schedule) is not None:
+        if (schedule := self.schedule()) is not None:
             schedule.before_backward(self)
-
-    @property
-    def schedule(self) -> "Schedule | None":
-        """The object that the hooks call; None once it is gone."""
-        return self._schedule()
 
     def post_backward(self) -> None:
         """Called when the gradients of one call's inputs are complete."""
-        if (schedule := self.schedule) is not None and not self.is_root:
+        if (schedule := self.schedule()) is not None and not self.is_root:
             schedule.after_backward(self)
 
     def abandon(self) -> None:

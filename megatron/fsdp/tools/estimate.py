@@ -4,7 +4,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 import torch
@@ -141,37 +141,36 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Usage:
-    """Bytes on a rank at the peak of a step, without activations.
+class Memory:
+    """Bytes on a rank at the peak of a step.
 
     Attributes:
-        compute: Compute weights that stay allocated.
-        main: Main weights apart from them.
-        optimizer: Moments of the optimizer.
+        weights: Compute and main weights.
         gradients: Gradients that are kept until the optimizer's step.
+        optimizer: Moments of the optimizer.
         buffers: Unsharded units and gradients in flight.
-        host: Main weights and moments in host memory, which are not part of the total.
+        activations: Activations; 0 if they are unknown.
+        overhead: CUDA context, NCCL and fragmentation: an assumption.
     """
 
-    compute: int
-    main: int
-    optimizer: int
+    weights: int
     gradients: int
+    optimizer: int
     buffers: int
-    host: int = 0
+    activations: int = 0
+    overhead: int = 0
 
     @property
     def total(self) -> int:
-        """The sum on the device."""
-        return self.compute + self.main + self.optimizer + self.gradients + self.buffers
+        """The sum."""
+        return sum(asdict(self).values())
 
 
-def usage(chunks: Sequence[Estimate], config: FSDPConfig) -> Usage:
-    """The memory of a rank with some model chunks, of which only one is active at a time."""
+def usage(chunks: Sequence[Estimate], config: FSDPConfig) -> Memory:
+    """The memory of a rank with some model chunks, of which only one is active at a time, without activations."""
     totals = [chunk.total for chunk in chunks]
-    names = ("compute", "main", "optimizer", "gradients", "host")
-    kept = {name: sum(getattr(t, name) for t in totals) for name in names}
-    return Usage(**kept, buffers=max(c.peak(config) - c.total.resting - c.total.gradients for c in chunks))
+    kept = (sum(t.compute + t.main for t in totals), sum(t.gradients for t in totals), sum(t.optimizer for t in totals))
+    return Memory(*kept, max(c.peak(config) - c.total.resting - c.total.gradients for c in chunks))
 
 
 class GroupShape(NamedTuple):
@@ -224,31 +223,18 @@ def _shape(params: list[ShardedParameter], is_root: bool) -> GroupShape:
     return GroupShape(params[0].key, shapes, storage_of(params[0].compute), matrices, is_root)
 
 
-def estimate(
-    module: nn.Module,
-    classes: UnitChoice,
-    config: FSDPConfig,
-    dense: AxisSizes,
-    experts: AxisSizes,
-    muon: bool = False,
+def estimate_outline(
+    found: Outline, config: FSDPConfig, dense: AxisSizes, experts: AxisSizes, muon: bool = False
 ) -> Estimate:
-    """Plan a model's units and layouts as the engine does.
+    """Plan the layouts of a model as the engine does.
 
     Args:
-        module: The model, which may be on the meta device.
-        classes: What becomes a unit.
+        found: Its units.
         config: Settings of the engine.
         dense: Axes of dense parameters.
         experts: Axes of experts.
         muon: Whether the optimizer is Megatron's Muon and not Adam.
     """
-    return estimate_outline(outline(module, classes, config), config, dense, experts, muon)
-
-
-def estimate_outline(
-    found: Outline, config: FSDPConfig, dense: AxisSizes, experts: AxisSizes, muon: bool = False
-) -> Estimate:
-    """As :func:`estimate`, for a model whose units have been found."""
     dtypes: dict[str, None] = {}
     units = []
     offloaded = offloaded_units(found.root, config.offload_fraction if config.offload_optimizer else 0.0)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -29,10 +30,10 @@ from megatron.fsdp.mcore.cpu import arguments as cpu_arguments
 from megatron.fsdp.mcore.limits import MUON, Settings, broken
 from megatron.fsdp.mcore.patches import install, uninstall
 from megatron.fsdp.quantized.transformer_engine import MXFP8, NVFP4, Blockwise, Float8, TransformerEngineStorage
-from megatron.fsdp.tools.activations import activation_bytes, workload
+from megatron.fsdp.tools.activations import workload
 from megatron.fsdp.tools.devices import Capacity
-from megatron.fsdp.tools.estimate import AxisSizes, Outline, estimate_outline, outline, usage
-from megatron.fsdp.tools.fit import Situation, memory, verdict
+from megatron.fsdp.tools.estimate import AxisSizes, Outline, estimate_outline, outline
+from megatron.fsdp.tools.fit import Situation, verdict
 from megatron.fsdp.tools.progress import Progress
 from megatron.fsdp.tools.recipes import plan_model, recipe_of
 from megatron.fsdp.tools.report import Report
@@ -140,40 +141,40 @@ def _prepared(examination: _Examination) -> Iterator[None]:
     """Replace what a script must not do here, or what would take long, while it runs."""
     arguments: Any = importlib.import_module("megatron.training.arguments")
     training: Any = importlib.import_module("megatron.training.training")
-    initialization: Any = importlib.import_module("megatron.fsdp.mcore.initialization")
-    original = arguments.validate_args
-    with ExitStack() as stack:
-        stack.enter_context(replaced(argparse.ArgumentParser, "error", _exit_with_message))
-        stack.enter_context(replaced(os, "_exit", _exit_at_once))
-        install(functools.partial(_look_at, examination))
-        stack.callback(uninstall)
-        validate = _examining(arguments.validate_args, original, examination)
-        stack.enter_context(replaced(arguments, "validate_args", validate, original))
+    with dry_run(functools.partial(_look_at, examination)) as replace:
+        replace(argparse.ArgumentParser, "error", _exit_with_message)
+        replace(os, "_exit", _exit_at_once)
+        replace(arguments, "validate_args", _examining(arguments.validate_args, examination))
         setup = training.setup_model_and_optimizer
-        stack.enter_context(replaced(training, "setup_model_and_optimizer", _without_memory(setup, examination)))
-        # Nothing is initialized, so nothing needs to be recorded for it.
-        stack.enter_context(replaced(initialization, "record", lambda build, _: build()))
-        stack.enter_context(replaced(dist, "new_group", own_groups(dist.new_group)))
-        stack.callback(forget, training)
+        replace(training, "setup_model_and_optimizer", _without_memory(setup, examination))
         yield
-
-
-def forget(training: Any) -> None:
-    """Undo Megatron's initialization, so that the script can run again as another rank."""
-    training.destroy_global_state()
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 @contextmanager
-def replaced(owner: Any, name: str, value: Any, restored: Any = None) -> Iterator[None]:
-    """Within the context, an attribute has another value; afterwards ``restored``, or what it had."""
-    before = getattr(owner, name) if restored is None else restored
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
+def dry_run(wrapper: Callable[..., Any]) -> Iterator[Callable[[Any, str, Any], None]]:
+    """Wrap models with ``wrapper``, and afterwards undo Megatron's initialization: the script can run as another rank.
+
+    Yields:
+        Gives an attribute of an object another value, up to the end.
+    """
+    training: Any = importlib.import_module("megatron.training.training")
+    initialization: Any = importlib.import_module("megatron.fsdp.mcore.initialization")
+    with ExitStack() as stack:
+
+        def replace(owner: Any, name: str, value: Any) -> None:
+            stack.enter_context(mock.patch.object(owner, name, value))
+
+        install(wrapper)
+        stack.callback(uninstall)
+        # Nothing is initialized, so nothing needs to be recorded for it.
+        replace(initialization, "record", lambda build, _: build())
+        replace(dist, "new_group", own_groups(dist.new_group))
+        try:
+            yield replace
+        finally:
+            training.destroy_global_state()
+            if dist.is_initialized():
+                dist.destroy_process_group()
 
 
 def own_groups(new_group: Callable[..., Any]) -> Callable[..., Any]:
@@ -226,13 +227,11 @@ def _usage(action: argparse.Action) -> str:
     return " ".join(f"{action.option_strings[-1]} {values}  {action.help or ''}".split())
 
 
-def _examining(
-    validate_args: Callable[..., Any], original: Callable[..., Any], examination: _Examination
-) -> Callable[..., Any]:
+def _examining(validate_args: Callable[..., Any], examination: _Examination) -> Callable[..., Any]:
     """A ``validate_args`` that checks limits first, and then selects the fake process group and the meta device."""
     report = examination.report
 
-    @functools.wraps(original)
+    @functools.wraps(validate_args)
     def validate(args: Any, *rest: Any, **kwargs: Any) -> Any:
         report.uses_fsdp = bool(getattr(args, "use_megatron_fsdp", False))
         report.limits = broken(Settings(args)) if report.uses_fsdp else []
@@ -298,9 +297,9 @@ def _validate_as_on_gpu(validate_args: Callable[..., Any], args: Any, *rest: Any
     core: Any = importlib.import_module("megatron.core.utils")
     installed = find_spec("transformer_engine") is not None
     with ExitStack() as stack:
-        stack.enter_context(replaced(cpu_arguments, "adjust", lambda args: []))
+        stack.enter_context(mock.patch.object(cpu_arguments, "adjust", lambda args: []))
         if not installed and args.transformer_impl == "transformer_engine":
-            stack.enter_context(replaced(core, "_te_version", core.PkgVersion("99")))
+            stack.enter_context(mock.patch.object(core, "_te_version", core.PkgVersion("99")))
         elif not installed:
             rows = cpu_arguments.TRANSFORMER_ENGINE
             given = [row.argument for row in rows if getattr(args, row.argument) not in (None, row.value)]
@@ -389,8 +388,8 @@ def _compare(examination: _Examination, config: Any, dense: AxisSizes, experts: 
     report, modules = examination.report, examination.modules
     assert report.config is not None, "a chunk was examined"
     work = workload(modules, config, examination.args, examination.fused, report.stage)
-    report.memory = memory(usage(report.chunks, report.config), activation_bytes(work) if work else 0)
+    situation = Situation(examination.outlines, report.config, dense, experts, report.muon, work)
+    report.memory = situation.memory()
     if examination.capacity is not None:
         examination.progress.start("comparing with the device")
-        situation = Situation(examination.outlines, report.config, dense, experts, report.muon, work)
         report.verdict = verdict(situation, examination.capacity, report.world_size)

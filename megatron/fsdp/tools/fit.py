@@ -3,51 +3,19 @@
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.sharding.strategy import INNER
 from megatron.fsdp.tools.activations import Workload, activation_bytes
 from megatron.fsdp.tools.devices import GIB
-from megatron.fsdp.tools.estimate import AxisSizes, Outline, Usage, estimate_outline, usage
+from megatron.fsdp.tools.estimate import AxisSizes, Memory, Outline, estimate_outline, usage
 
 # What the estimate cannot see is assumed: the CUDA context with the kernels of libraries, NCCL's channels, and the
 # fraction of buffers and activations that the allocator cannot use.
 CONTEXT, NCCL, FRAGMENTATION = GIB * 3 // 4, GIB, 0.05
 MOST_RANKS = 1 << 16
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes at the peak of a step on the fullest rank.
-
-    Attributes:
-        weights: Compute and main weights.
-        gradients: Gradients that are kept until the optimizer's step.
-        optimizer: Moments of the optimizer.
-        buffers: Unsharded units and gradients in flight.
-        activations: Activations; 0 if they are unknown.
-        overhead: CUDA context, NCCL and fragmentation: an assumption.
-    """
-
-    weights: int
-    gradients: int
-    optimizer: int
-    buffers: int
-    activations: int
-    overhead: int
-
-    @property
-    def total(self) -> int:
-        """The sum."""
-        return sum(asdict(self).values())
-
-
-def memory(found: Usage, activations: int) -> Memory:
-    """The memory with activations and assumed overhead."""
-    overhead = CONTEXT + NCCL + int(FRAGMENTATION * (found.buffers + activations))
-    return Memory(found.compute + found.main, found.gradients, found.optimizer, found.buffers, activations, overhead)
 
 
 def with_overhead(tensors: int) -> int:
@@ -76,9 +44,11 @@ class Situation:
     workload: Workload | None = None
 
     def memory(self) -> Memory:
-        """Bytes at the peak of a step."""
+        """Bytes at the peak of a step, with activations and assumed overhead."""
         chunks = [estimate_outline(chunk, self.config, self.dense, self.experts, self.muon) for chunk in self.outlines]
-        return memory(usage(chunks, self.config), activation_bytes(self.workload) if self.workload else 0)
+        found, activations = usage(chunks, self.config), activation_bytes(self.workload) if self.workload else 0
+        overhead = CONTEXT + NCCL + int(FRAGMENTATION * (found.buffers + activations))
+        return replace(found, activations=activations, overhead=overhead)
 
     def on(self, factor: float) -> "Situation | None":
         """The same on ``factor`` times as many data-parallel ranks; None if they cannot be divided so."""

@@ -18,7 +18,7 @@ from torch import nn
 from megatron.fsdp.helpers.patches import MEGATRON_CORE, Patch, Patches
 from megatron.fsdp.helpers.spelling import bare_name
 from megatron.fsdp.tools.compare_runs import RECORD, Step, run_on_ranks
-from megatron.fsdp.tools.script import run
+from megatron.fsdp.tools.script import edited, run
 
 RECORDING = Patches(
     "For comparisons with Megatron's DDP",
@@ -32,50 +32,14 @@ RECORDING = Patches(
     ],
 )
 
-# Options for FSDP only, with the number of values that follow each.
-_ONLY_FSDP = {
-    "--use-megatron-fsdp": 0,
-    "--data-parallel-sharding-strategy": 1,
-    "--outer-dp-sharding-strategy": 1,
-    "--num-distributed-optimizer-instances": 1,
-    "--expert-data-parallel-sharding-strategy": 1,
-    "--expert-outer-dp-sharding-strategy": 1,
-    "--expert-num-distributed-optimizer-instances": 1,
-    "--fsdp-double-buffer": 0,
-    "--nccl-ub": 0,
-    "--init-model-with-meta-device": 0,
-    "--ckpt-format": 1,
-    "--use-distributed-optimizer": 0,
-    "--overlap-param-gather": 0,
-    "--megatron-fsdp-main-params-dtype": 1,
-    "--megatron-fsdp-main-grads-dtype": 1,
-    "--megatron-fsdp-grad-comm-dtype": 1,
-}
+# Options for FSDP only.
+_ONLY_FSDP = """--use-megatron-fsdp --data-parallel-sharding-strategy --outer-dp-sharding-strategy
+    --num-distributed-optimizer-instances --expert-data-parallel-sharding-strategy --expert-outer-dp-sharding-strategy
+    --expert-num-distributed-optimizer-instances --fsdp-double-buffer --nccl-ub --init-model-with-meta-device
+    --ckpt-format --use-distributed-optimizer --overlap-param-gather --megatron-fsdp-main-params-dtype
+    --megatron-fsdp-main-grads-dtype --megatron-fsdp-grad-comm-dtype""".split()
 # Options that would end the runs early or overwrite the user's files.
-_DROPPED = {"--save": 1, "--load": 1, "--save-interval": 1, "--exit-interval": 1, "--tensorboard-dir": 1}
-
-
-def without(arguments: Sequence[str], options: dict[str, int]) -> list[str]:
-    """Remove options from a command line.
-
-    Args:
-        arguments: The command line.
-        options: Names of options, with the number of values that follow each.
-    """
-    kept, words = [], iter(arguments)
-    for word in words:
-        name, _, value = word.partition("=")
-        if name not in options:
-            kept.append(word)
-        elif not value:
-            for _ in range(options[name]):
-                next(words, None)
-    return kept
-
-
-def with_value(arguments: Sequence[str], option: str, value: int) -> list[str]:
-    """Set the value of an option in a command line."""
-    return [*without(arguments, {option: 1}), option, str(value)]
+_DROPPED = ("--save", "--load", "--save-interval", "--exit-interval", "--tensorboard-dir")
 
 
 # Recording a run -------------------------------------------------------------------------------------------------
@@ -220,9 +184,10 @@ def record(script: Path, arguments: Sequence[str]) -> None:
 
 def launch(script: Path, arguments: Sequence[str], ranks: int, steps: int, folder: Path, ddp: bool) -> str:
     """Train and record into ``folder``. Returns the end of the log if the run fails, else an empty string."""
-    words = with_value(with_value(without(arguments, _DROPPED), "--train-iters", steps), "--log-interval", 1)
+    wanted = {**dict.fromkeys(_DROPPED), "--train-iters": str(steps), "--log-interval": "1"}
+    words, _ = edited(arguments, wanted)
     environment = {name: value for name, value in os.environ.items() if name != "CUDA_DEVICE_MAX_CONNECTIONS"}
     if ddp:
-        words = without(words, _ONLY_FSDP)
+        words, _ = edited(words, dict.fromkeys(_ONLY_FSDP))
         environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     return run_on_ranks([str(script), *words], ranks, folder, steps, environment)

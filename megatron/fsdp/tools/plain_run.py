@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -96,15 +97,12 @@ def record_trusted(options: argparse.Namespace, folder: Path) -> None:
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
     """A process group of this process, for models that ask for their rank."""
-    before = dict(os.environ)
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-        os.environ.clear()
-        os.environ.update(before)
+    with mock.patch.dict(os.environ, RANK="0", WORLD_SIZE="1", LOCAL_RANK="0"):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
 
 
 def _average_gradients(settings: _Settings, step: int, buffers: list[list[torch.Tensor]]) -> dict[str, float]:

@@ -8,8 +8,8 @@ from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.helpers.import_name import conflict
 from megatron.fsdp.mcore.limits import Limit
 from megatron.fsdp.tools.devices import GIB
-from megatron.fsdp.tools.estimate import Estimate, usage
-from megatron.fsdp.tools.fit import CONTEXT, FRAGMENTATION, NCCL, Memory, Verdict
+from megatron.fsdp.tools.estimate import Estimate, Memory, usage
+from megatron.fsdp.tools.fit import CONTEXT, FRAGMENTATION, NCCL, Verdict
 from megatron.fsdp.tools.recipes import Recipe
 from megatron.fsdp.tools.script import CommandStep
 

@@ -1,6 +1,7 @@
 """Command lines of the form ``[OPTIONS] [-m] SCRIPT ARGS...``: running them as ``python`` does, and their steps."""
 
 import argparse
+import re
 import runpy
 import sys
 from collections.abc import Sequence
@@ -8,6 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.fsdp.helpers.extras import require
+
+# Values of flags: None leaves a flag out, and "" is one without a value.
+Change = dict[str, str | None]
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,26 @@ def parse(options: argparse.ArgumentParser, *unless: str) -> argparse.Namespace:
     if parsed.script is not None and not parsed.is_module and not parsed.script.is_file():
         options.error(f"no such script: {parsed.script}")
     return parsed
+
+
+def edited(arguments: Sequence[str], changes: Change) -> tuple[list[str], Change]:
+    """A command line with other values of some flags, and the values that they had."""
+    found: list[str] = []
+    before: Change = dict.fromkeys(changes)
+    kept = True
+    for word in arguments:
+        if re.match("--?[A-Za-z]", word):  # other words are values, also negative numbers
+            flag, _, given = word.partition("=")
+            kept = flag not in changes
+            if not kept:
+                before[flag] = given
+        elif not kept:
+            before[flag] = f"{before[flag]} {word}".strip()
+        if kept:
+            found.append(word)
+    for flag, value in changes.items():
+        found += [flag, *value.split()] if value is not None else []
+    return found, before
 
 
 def prepare_megatron() -> None:

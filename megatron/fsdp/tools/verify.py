@@ -111,14 +111,11 @@ def _run_program(options: argparse.Namespace, trusted: Path, sharded: Path) -> t
 def _run_megatron(options: argparse.Namespace, trusted: Path, sharded: Path) -> tuple[str, int]:
     """Train a command of Megatron twice. Returns the precision, and the exit code if a run fails, else 0."""
     script.prepare_megatron()
-    from megatron.fsdp.tools.megatron_run import launch, with_value
+    from megatron.fsdp.tools.megatron_run import launch
 
-    arguments = options.arguments
-    if options.layers:
-        arguments = with_value(arguments, "--num-layers", options.layers)
-    if options.hidden:
-        arguments = with_value(arguments, "--hidden-size", options.hidden)
-        arguments = with_value(arguments, "--ffn-hidden-size", 4 * options.hidden)
+    layers, hidden = options.layers, options.hidden or 0
+    sizes = {"--num-layers": layers, "--hidden-size": hidden, "--ffn-hidden-size": 4 * hidden}
+    arguments, _ = script.edited(options.arguments, {flag: str(size) for flag, size in sizes.items() if size})
     for name, folder, code in (("DDP", trusted, 2), ("FSDP", sharded, 1)):
         print(f"training with {name} ...", flush=True)
         log = launch(options.script, arguments, options.ranks, options.steps, folder, ddp=folder is trusted)

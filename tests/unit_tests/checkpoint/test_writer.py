@@ -23,7 +23,8 @@ from megatron.fsdp.checkpoint.checksums import NAME, Checksums, crc32_of
 from megatron.fsdp.checkpoint.lazy import LazyTensor, Region
 from megatron.fsdp.checkpoint.reader import CheckpointReader
 from megatron.fsdp.checkpoint.writer import Draft, RawObject, write_checkpoint
-from megatron.fsdp.convert.huggingface.folder import FolderWriter
+from megatron.fsdp.convert.huggingface.folder import Export, export
+from megatron.fsdp.convert.options import WriteOptions
 from tests.small_checkpoints import DTYPES, PeakMemory, lazily, numbers, same_bits
 from tests.small_checkpoints import write_checkpoint as write_checkpoint_of
 
@@ -420,9 +421,9 @@ def test_a_partial_folder_of_others_is_refused(tmp_path: Path, kind: str) -> Non
         (partial / "thesis").write_text("x")
     with pytest.raises(FileExistsError, match=r"c\.partial: expected no such folder"):
         write_checkpoint_of(tmp_path / "c", {"a": torch.ones(3)})
-    huggingface = FolderWriter(tmp_path / "c", "source")
+    plan = Export(lazily({"a": torch.ones(3)}), {}, [], None, [], "source")  # type: ignore[arg-type]
     with pytest.raises(FileExistsError, match=r"c\.partial: expected no such folder"):
-        huggingface.write(lazily({"a": torch.ones(3)}), {}, [])
+        export(plan, tmp_path / "c", 1 << 30, WriteOptions())
     assert (others / "thesis").read_text() == "x" and sorted(others.iterdir()) == [others / "thesis"]
     assert kind != "a file of others" or (partial / "thesis").read_text() == "x"
 

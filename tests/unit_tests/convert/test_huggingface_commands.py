@@ -16,6 +16,7 @@ from click.testing import CliRunner, Result
 from megatron.fsdp.checkpoint.lazy import LazyTensor, Region
 from megatron.fsdp.convert.cli import cli
 from megatron.fsdp.convert.huggingface import transfer
+from megatron.fsdp.convert.huggingface.folder import export
 from megatron.fsdp.convert.huggingface_commands import Size
 from megatron.fsdp.convert.options import WriteOptions
 from megatron.fsdp.convert.run import read_state, write_state
@@ -247,7 +248,7 @@ def test_at_most_one_block_is_held(format_: str, tmp_path: Path, monkeypatch: py
     state = dataclasses.replace(state, weights=recording(state.weights, read))
     exported = transfer.prepare_export(state, torch.float32)
     assert not read
-    transfer.export(exported, tmp_path / "out", 5000, WriteOptions(block=block))
+    export(exported, tmp_path / "out", 5000, WriteOptions(block=block))
     assert 0 < max(read) <= block
     assert_same(files_of(tmp_path / "out"), files_of(tmp_path / "in"))
 

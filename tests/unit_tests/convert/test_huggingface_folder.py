@@ -11,7 +11,8 @@ import torch
 
 from megatron.fsdp.checkpoint import staging
 from megatron.fsdp.checkpoint.lazy import LazyTensor, of
-from megatron.fsdp.convert.huggingface.folder import FolderWriter, companions, divide, read_config, read_weights
+from megatron.fsdp.convert.huggingface.folder import Export, companions, divide, export, read_config, read_weights
+from megatron.fsdp.convert.options import WriteOptions
 
 CONFIG = {"model_type": "llama"}
 
@@ -36,6 +37,12 @@ def whole(path: Path) -> dict[str, torch.Tensor]:
     return {name: tensor.full_tensor() for name, tensor in read_weights(path).items()}
 
 
+def write(path: Path, tensors: dict[str, LazyTensor], largest: int = 1 << 30, source: str = "", **more: Any) -> None:
+    model, files, progress = None, more.pop("files", []), more.pop("progress", lambda count: None)
+    plan = Export(tensors, CONFIG, files, model, [], source)  # type: ignore[arg-type]
+    export(plan, path, largest, WriteOptions(**more), progress)
+
+
 def equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
     return set(first) == set(second) and all(torch.equal(first[name], second[name]) for name in first)
 
@@ -54,7 +61,7 @@ def test_tensors_are_distributed_in_order_and_by_size() -> None:
 @pytest.mark.parametrize("largest", [32 * 2, 1 << 30])
 def test_a_folder_can_be_read_back_here_and_by_the_library(tmp_path: Path, largest: int) -> None:
     tensors = some_tensors()
-    FolderWriter(tmp_path / "out", largest_file=largest).write(lazily(tensors), CONFIG, [])
+    write(tmp_path / "out", lazily(tensors), largest)
     assert equal(whole(tmp_path / "out"), tensors)
     assert read_config(tmp_path / "out") == CONFIG
     files = sorted(path.name for path in (tmp_path / "out").iterdir())
@@ -83,7 +90,7 @@ def test_companions_are_copied_and_code_is_not(tmp_path: Path) -> None:
     for name in [*names, *others]:
         (tmp_path / "in" / name).write_text(name)
     assert sorted(path.name for path in companions(tmp_path / "in")) == sorted(names)
-    FolderWriter(tmp_path / "out").write(lazily(some_tensors()), CONFIG, companions(tmp_path / "in"))
+    write(tmp_path / "out", lazily(some_tensors()), files=companions(tmp_path / "in"))
     for name in names:
         assert (tmp_path / "out" / name).read_text() == name
 
@@ -92,20 +99,19 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("x")
     with pytest.raises(FileExistsError, match="out: expected no such folder yet, or an empty one"):
-        FolderWriter(tmp_path / "out").write(lazily(some_tensors()), CONFIG, [])
+        write(tmp_path / "out", lazily(some_tensors()))
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
 
 
 def test_a_folder_is_complete_or_absent_and_a_second_run_resumes(tmp_path: Path) -> None:
     tensors = some_tensors()
-    writer = FolderWriter(tmp_path / "out", largest_file=64)
     with pytest.raises(KeyboardInterrupt):
-        writer.write(failing_from(tensors, "t3"), CONFIG, [])
+        write(tmp_path / "out", failing_from(tensors, "t3"), 64)
     assert not (tmp_path / "out").exists()
     first = tmp_path / "out.partial" / "model-00001-of-00003.safetensors"
     identity = first.stat().st_ino
     counts: list[int] = []
-    writer.write(lazily(tensors), CONFIG, [], counts.append)
+    write(tmp_path / "out", lazily(tensors), 64, progress=counts.append)
     assert equal(whole(tmp_path / "out"), tensors)
     assert (tmp_path / "out" / first.name).stat().st_ino == identity
     assert sum(counts) == 5 * 32
@@ -115,12 +121,12 @@ def test_a_folder_is_complete_or_absent_and_a_second_run_resumes(tmp_path: Path)
 def test_files_of_another_conversion_are_not_reused(tmp_path: Path, change: str) -> None:
     tensors = some_tensors()
     with pytest.raises(KeyboardInterrupt):
-        FolderWriter(tmp_path / "out", "a", 64).write(failing_from(tensors, "t3"), CONFIG, [])
+        write(tmp_path / "out", failing_from(tensors, "t3"), 64, "a")
     others = {name: tensor + 100 for name, tensor in tensors.items()}
     if change == "shape":
         others["t4"] = others["t4"][:4].clone()
     source, size = "b" if change == "source" else "a", 32 if change == "size" else 64
-    FolderWriter(tmp_path / "out", source, size).write(lazily(others), CONFIG, [])
+    write(tmp_path / "out", lazily(others), size, source)
     assert equal(whole(tmp_path / "out"), others)
 
 
@@ -129,8 +135,7 @@ def test_processes_share_the_files(tmp_path: Path) -> None:
     counts: dict[int, list[int]] = {0: [], 1: [], 2: []}
 
     def work(process: int) -> None:
-        writer = FolderWriter(tmp_path / "out", "", 32, process, 3)
-        writer.write(lazily(tensors), CONFIG, [], counts[process].append)
+        write(tmp_path / "out", lazily(tensors), 32, process=process, processes=3, progress=counts[process].append)
 
     threads = [threading.Thread(target=work, args=(process,)) for process in (2, 1)]
     for thread in threads:
@@ -143,14 +148,14 @@ def test_processes_share_the_files(tmp_path: Path) -> None:
 
 
 def test_a_process_without_work_does_not_wait(tmp_path: Path) -> None:
-    FolderWriter(tmp_path / "out", process=1, processes=2).write(lazily(some_tensors()), CONFIG, [])
+    write(tmp_path / "out", lazily(some_tensors()), process=1, processes=2)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_stalled_process_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "PATIENCE", 0.2)
     with pytest.raises(RuntimeError, match="model-00002-of-00005.safetensors: the process .* made no progress"):
-        FolderWriter(tmp_path / "out", "", 32, 0, 2).write(lazily(some_tensors()), CONFIG, [])
+        write(tmp_path / "out", lazily(some_tensors()), 32, processes=2)
     assert not (tmp_path / "out").exists()
 
 

@@ -12,13 +12,17 @@ from torch import nn
 from megatron.fsdp.buffers.parameter_group import ParameterGroup
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
-from megatron.fsdp.tools.estimate import AxisSizes, Estimate, estimate
+from megatron.fsdp.tools.estimate import AxisSizes, Estimate, estimate_outline, outline
 from megatron.fsdp.tools.recipes import FP8, NVFP4, Recipe, plan, recipe_of
 from megatron_fsdp import MegatronFSDP, fully_shard_model
 from tests.exchanges import seen
 from tests.models import FP32_GRADS, STRATEGIES, Block, TinyModel, batches, device, loss_of
 from tests.quantized_models import KINDS, quantized_model, sharded_model
 from tests.ranks import RankPool
+
+
+def estimate(model: nn.Module, classes: tuple[type[nn.Module], ...], config: FSDPConfig, *rest: Any) -> Estimate:
+    return estimate_outline(outline(model, classes, config), config, *rest)
 
 
 def _compare(strategy: str, dtype: torch.dtype) -> None:

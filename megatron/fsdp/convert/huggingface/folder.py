@@ -11,7 +11,10 @@ from typing import Any
 from megatron.fsdp.checkpoint.checksums import read_json, write_file
 from megatron.fsdp.checkpoint.lazy import LazyTensor
 from megatron.fsdp.checkpoint.staging import Staging
+from megatron.fsdp.convert.canonical import Tensors
+from megatron.fsdp.convert.huggingface.model import Model
 from megatron.fsdp.convert.huggingface.safetensors_file import read_tensors, write_tensors
+from megatron.fsdp.convert.options import WriteOptions
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -87,72 +90,79 @@ def companions(folder: Path) -> list[Path]:
 
 
 @dataclass(frozen=True)
-class FolderWriter:
-    """Writes a folder into ``<path>.partial``, and renames it to ``path`` once it is complete.
-
-    Several processes can share the work, file by file. A killed process that is started again resumes: complete files
-    are kept, provided that names, sizes and ``source`` are the same as before.
+class Export:
+    """A Hugging Face folder to write. Only metadata has been read for it.
 
     Attributes:
-        path: The folder to create. It may exist if it is empty.
-        source: Identifies the converted data and the settings. If it differs, everything is written again.
-        largest_file: Most bytes of tensors per file, except for single tensors that are larger.
-        process: Number of this process, from 0.
-        processes: Number of processes that share the work.
-        block: Largest number of bytes to hold in memory.
+        tensors: By Hugging Face name, in order.
+        config: Contents of config.json.
+        files: Files to copy.
+        model: Description of the model.
+        notes: Remarks for the user.
+        source: Identifies the checkpoint that it is made from.
     """
 
-    path: Path
-    source: str = ""
-    largest_file: int = 5 << 30
-    process: int = 0
-    processes: int = 1
-    block: int = 64 << 20
+    tensors: Tensors
+    config: dict[str, Any]
+    files: list[Path]
+    model: Model
+    notes: list[str]
+    source: str
 
-    def write(
-        self,
-        tensors: Mapping[str, LazyTensor],
-        config: Mapping[str, Any],
-        files: list[Path],
-        progress: Callable[[int], None] = lambda count: None,
-    ) -> None:
-        """Write this process's share of the folder. Process 0 returns when the folder is complete.
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
-        Args:
-            tensors: By name, in the order in which to store them.
-            config: Contents of config.json.
-            files: Files to copy.
-            progress: Called with the number of tensor bytes that have been written, now or by an earlier run.
 
-        Raises:
-            FileExistsError: The folder already exists and is not empty.
-            RuntimeError: Another process makes no progress.
-        """
-        shards = divide(tensors, self.largest_file)
-        mine = [name for number, name in enumerate(shards) if number % self.processes == self.process]
-        companion = "|".join(fnmatch.translate(pattern) for pattern in _COMPANIONS)
-        content = {file: [_signature(name, tensors[name]) for name in names] for file, names in shards.items()}
-        staging = Staging(self.path, self.process, [self.source, content], rf"{companion}|{_OWN}")
-        if (self.process and not mine) or not staging.begin():
-            return
-        for file in mine:
-            target = staging.partial / file
-            if target.exists():
-                progress(sum(tensors[name].nbytes for name in shards[file]))
-                continue
-            unfinished = target.with_suffix(_UNFINISHED)
-            write_tensors(unfinished, {name: tensors[name] for name in shards[file]}, self.block, progress)
-            unfinished.rename(target)
-        if self.process == 0:
-            staging.wait_for(shards)
-            for path in files:
-                shutil.copyfile(path, staging.partial / path.name)
-            _write_json(staging.partial / CONFIG, config)
-            if len(shards) > 1:
-                total = sum(tensor.nbytes for tensor in tensors.values())
-                index = {name: file for file, names in shards.items() for name in names}
-                _write_json(staging.partial / INDEX, {"metadata": {"total_size": total}, "weight_map": index})
-            staging.finish({*shards, CONFIG, INDEX, *(path.name for path in files)})
+def export(
+    plan: Export,
+    path: Path,
+    largest_file: int,
+    options: WriteOptions,
+    progress: Callable[[int], None] = lambda count: None,
+) -> None:
+    """Write a folder into ``<path>.partial``, and rename it to ``path`` once it is complete.
+
+    Several processes can share the work, file by file; process 0 returns when the folder is complete. A killed process
+    that is started again resumes: complete files are kept, provided that names, sizes and source are as before.
+
+    Args:
+        plan: What to write. If its source differs, everything is written again.
+        path: The folder to create. It may exist if it is empty.
+        largest_file: Most bytes of tensors per file, except for single tensors that are larger.
+        options: How processes share the work, and how many bytes each holds in memory.
+        progress: Called with the number of tensor bytes that have been written, now or by an earlier run.
+
+    Raises:
+        FileExistsError: The folder already exists and is not empty.
+        RuntimeError: Another process makes no progress.
+    """
+    tensors, shards = plan.tensors, divide(plan.tensors, largest_file)
+    mine = [name for number, name in enumerate(shards) if number % options.processes == options.process]
+    companion = "|".join(fnmatch.translate(pattern) for pattern in _COMPANIONS)
+    content = {file: [_signature(name, tensors[name]) for name in names] for file, names in shards.items()}
+    staging = Staging(path, options.process, [plan.source, content], rf"{companion}|{_OWN}")
+    if (options.process and not mine) or not staging.begin():
+        return
+    for file in mine:
+        target = staging.partial / file
+        if target.exists():
+            progress(sum(tensors[name].nbytes for name in shards[file]))
+            continue
+        unfinished = target.with_suffix(_UNFINISHED)
+        write_tensors(unfinished, {name: tensors[name] for name in shards[file]}, options.block, progress)
+        unfinished.rename(target)
+    if options.process == 0:
+        staging.wait_for(shards)
+        for file in plan.files:
+            shutil.copyfile(file, staging.partial / file.name)
+        _write_json(staging.partial / CONFIG, plan.config)
+        if len(shards) > 1:
+            total = sum(tensor.nbytes for tensor in tensors.values())
+            index = {name: file for file, names in shards.items() for name in names}
+            _write_json(staging.partial / INDEX, {"metadata": {"total_size": total}, "weight_map": index})
+        staging.finish({*shards, CONFIG, INDEX, *(file.name for file in plan.files)})
 
 
 def divide(tensors: Mapping[str, LazyTensor], largest: int) -> dict[str, list[str]]:

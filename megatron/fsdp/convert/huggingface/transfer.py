@@ -5,49 +5,22 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from megatron.fsdp.checkpoint.checksums import fingerprint, write_file
 from megatron.fsdp.checkpoint.reader import RELEASE
-from megatron.fsdp.convert.canonical import Tensors, TrainingState
+from megatron.fsdp.convert.canonical import TrainingState
+from megatron.fsdp.convert.fsdp_dtensor import CHECKPOINT_VERSION
 from megatron.fsdp.convert.huggingface.arguments import from_args, notes, script, to_args
 from megatron.fsdp.convert.huggingface.config import from_config, to_config
 from megatron.fsdp.convert.huggingface.conversion import readable, to_huggingface, to_megatron
-from megatron.fsdp.convert.huggingface.folder import FolderWriter, companions, read_config, read_weights
+from megatron.fsdp.convert.huggingface.folder import Export, companions, read_config, read_weights
 from megatron.fsdp.convert.huggingface.model import Model, differences
 from megatron.fsdp.convert.options import WriteOptions
 from megatron.fsdp.convert.run import write_state
 
 ARGUMENTS = "args.sh"
-_CHECKPOINT_VERSION = 3.0
-
-
-@dataclass(frozen=True)
-class Export:
-    """A Hugging Face folder to write. Only metadata has been read for it.
-
-    Attributes:
-        tensors: By Hugging Face name, in order.
-        config: Contents of config.json.
-        files: Files to copy.
-        model: Description of the model.
-        notes: Remarks for the user.
-        source: Identifies the checkpoint that it is made from.
-    """
-
-    tensors: Tensors
-    config: dict[str, Any]
-    files: list[Path]
-    model: Model
-    notes: list[str]
-    source: str
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
 def prepare_export(
@@ -99,29 +72,6 @@ def _require_same(wanted: Model, model: Model) -> None:
     if found := differences(wanted, alike):
         lines = "\n  ".join(found)
         raise ValueError(f"config.json of the original and args of the checkpoint differ (config, args):\n  {lines}")
-
-
-def export(
-    plan: Export,
-    path: Path,
-    largest_file: int,
-    options: WriteOptions,
-    progress: Callable[[int], None] = lambda count: None,
-) -> None:
-    """Write the folder, or this process's share of it.
-
-    Args:
-        plan: From :func:`prepare_export`.
-        path: The folder to create.
-        largest_file: Most bytes of tensors per file.
-        options: How processes share the work, and how many bytes each holds in memory.
-        progress: Called with the number of bytes after each write.
-
-    Raises:
-        FileExistsError: The folder already exists.
-    """
-    writer = FolderWriter(path, plan.source, largest_file, options.process, options.processes, options.block)
-    writer.write(plan.tensors, plan.config, plan.files, progress)
 
 
 @dataclass(frozen=True)
@@ -203,7 +153,7 @@ def prepare_import(folder: Path, options: ImportOptions) -> Import:
     state = TrainingState(
         weights=imported.weights,
         buffers=imported.buffers,
-        common={"args": args, "iteration": 0, "checkpoint_version": _CHECKPOINT_VERSION},
+        common={"args": args, "iteration": 0, "checkpoint_version": CHECKPOINT_VERSION},
         source=f"{fingerprint(folder)} {options.layer_spec} {multiple} {options.dtype}",
     )
     return Import(state, imported.model, imported.notes + notes(imported.model))

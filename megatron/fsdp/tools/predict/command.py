@@ -12,13 +12,14 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.fsdp.tools.examine import become_rank, forget, has_fused_attention, keep_to_itself, own_groups, replaced
+from megatron.fsdp.tools.examine import become_rank, dry_run, has_fused_attention, keep_to_itself
 from megatron.fsdp.tools.predict import Clock, moments
 from megatron.fsdp.tools.predict.ghosts import Cost
 from megatron.fsdp.tools.predict.machine import Cluster
@@ -105,42 +106,20 @@ class _Run:
 
     def go(self, script: Path, arguments: Sequence[str], world_size: int, rank: int) -> None:
         """Run the script up to the end of a few steps."""
-        from megatron.fsdp.mcore.patches import install, uninstall
-
         become_rank(rank, world_size)
-        modules = {
-            name: importlib.import_module(f"megatron.{name}")
-            for name in (
-                "training.arguments",
-                "training.training",
-                "fsdp.mcore.initialization",
-                "core.pipeline_parallel.schedules",
-                "core.transformer.dot_product_attention",
-            )
-        }
-        training: Any = modules["training.training"]
-        schedules: Any = modules["core.pipeline_parallel.schedules"]
-        attention: Any = modules["core.transformer.dot_product_attention"].DotProductAttention
-        with ExitStack() as stack:
-            active = stack.enter_context(ExitStack())
-            install(self._wrapper())
-            stack.callback(uninstall)
-            validate = modules["training.arguments"].validate_args
-            stack.callback(forget, training)
-            replacements = (
-                (modules["training.arguments"], "validate_args", self._validating(validate)),
-                (training, "setup_model_and_optimizer", self._recording(training, active)),
-                (training, "build_train_valid_test_data_iterators", self._iterators),
-                (training, "train_step", self._stepping(training.train_step)),
-                (schedules, "forward_step", self._forward(schedules.forward_step)),
-                (schedules, "backward_step", self._backward(schedules.backward_step)),
-                (modules["fsdp.mcore.initialization"], "record", lambda build, _: build()),
-                (dist, "new_group", own_groups(dist.new_group)),
-                (dist, "all_gather_object", _gather_as_neighbours),
-                (attention, "forward", self._attending(attention.forward)),
-            )
-            for owner, name, value in replacements:
-                stack.enter_context(replaced(owner, name, value))
+        validation: Any = importlib.import_module("megatron.training.arguments")
+        training: Any = importlib.import_module("megatron.training.training")
+        schedules: Any = importlib.import_module("megatron.core.pipeline_parallel.schedules")
+        attention: Any = resolve_name("megatron.core.transformer.dot_product_attention:DotProductAttention")
+        with ExitStack() as active, dry_run(self._wrapper()) as replace:
+            replace(validation, "validate_args", self._validating(validation.validate_args))
+            replace(training, "setup_model_and_optimizer", self._recording(training, active))
+            replace(training, "build_train_valid_test_data_iterators", self._iterators)
+            replace(training, "train_step", self._stepping(training.train_step))
+            replace(schedules, "forward_step", self._forward(schedules.forward_step))
+            replace(schedules, "backward_step", self._backward(schedules.backward_step))
+            replace(dist, "all_gather_object", _gather_as_neighbours)
+            replace(attention, "forward", self._attending(attention.forward))
             try:
                 run(script, arguments)
             except _Ended:

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -152,14 +153,9 @@ class Ghosts(TorchDispatchMode):
             ghosts._on_memory(first, change)
             ghosts._on_memory(second, -change)
 
-        given = {"resize_": resize_, **({"_swap_data_ptr_": _swap_data_ptr_} if swap else {})}
-        for name, function in given.items():
-            setattr(torch.UntypedStorage, name, function)
-        try:
+        given: dict[str, Any] = {"resize_": resize_, **({"_swap_data_ptr_": _swap_data_ptr_} if swap else {})}
+        with mock.patch.multiple(torch.UntypedStorage, **given):
             yield
-        finally:
-            for name in given:
-                delattr(torch.UntypedStorage, name)
 
     # Operators -------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -108,12 +109,6 @@ class _RecordedStream(Stream):
             task()
         return _RecordedHandle(self._recorder, work)
 
-    def group(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
-        return group
-
-    def finish(self) -> bool:
-        return True
-
 
 def _norm(x: torch.Tensor, shape: Any, weight: Any = None, eps: float | None = None) -> torch.Tensor:
     """RMS norm in one operator that keeps its input only, as on a GPU. On a CPU it is several."""
@@ -143,17 +138,16 @@ class Recorder:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Record within the context."""
-        sends = SENDS.all_gather, SENDS.reduce_scatter
-        SENDS.all_gather = self._as_one("all_gather", gloo.all_gather)
-        SENDS.reduce_scatter = self._as_one("reduce_scatter", gloo.reduce_scatter)
-        norm, functional.rms_norm = functional.rms_norm, self._norm
-        compare, builder.compare_values = builder.compare_values, lambda *unused: (False, False)  # there are no values
-        try:
-            with simulate(self._simulated), self.ghosts, self.ghosts.follow_storages():
-                yield
-        finally:
-            SENDS.all_gather, SENDS.reduce_scatter = sends
-            functional.rms_norm, builder.compare_values = norm, compare
+        sends = {name: self._as_one(name, getattr(gloo, name)) for name in ("all_gather", "reduce_scatter")}
+        with (
+            mock.patch.multiple(SENDS, **sends),
+            mock.patch.object(functional, "rms_norm", self._norm),
+            mock.patch.object(builder, "compare_values", lambda *unused: (False, False)),  # there are no values
+            simulate(self._simulated),
+            self.ghosts,
+            self.ghosts.follow_storages(),
+        ):
+            yield
 
     @contextmanager
     def within(self, entries: list[Any], category: str | None = None) -> Iterator[None]:
@@ -235,14 +229,12 @@ def fake_ranks(size: int) -> Iterator[None]:
         return
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    before = dict(os.environ)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-        os.environ.clear()
-        os.environ.update(before)
+    with mock.patch.dict(os.environ):
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
 
 
 class LabelledMemory:

@@ -21,10 +21,8 @@ import torch
 
 from megatron.fsdp.tools.devices import GIB
 from megatron.fsdp.tools.predict.machine import Cluster
-from megatron.fsdp.tools.script import CommandStep, prepare_megatron
+from megatron.fsdp.tools.script import Change, CommandStep, edited, prepare_megatron
 
-# Values of flags: None leaves a flag out, and "" is one without a value.
-Change = dict[str, str | None]
 RECOMPUTATION = "granularity", "method", "num-layers", "modules"
 # An estimate of memory this much above the device's size is taken as too large, without a prediction.
 MARGIN = 1.1
@@ -102,21 +100,7 @@ class Candidate:
 
 def with_changes(arguments: Sequence[str], changes: Change) -> tuple[tuple[str, ...], Change]:
     """A command line with other values of some flags, and those of them that differ from before."""
-    found: list[str] = []
-    before: Change = dict.fromkeys(changes)
-    kept = True
-    for word in arguments:
-        if word.startswith("--"):
-            flag, _, given = word.partition("=")
-            kept = flag not in changes
-            if not kept:
-                before[flag] = given
-        elif not kept:
-            before[flag] = f"{before[flag]} {word}".strip()
-        if kept:
-            found.append(word)
-    for flag, value in changes.items():
-        found += [flag, *value.split()] if value is not None else []
+    found, before = edited(arguments, changes)
     ones = {flag for flag, value in before.items() if value == "1" and flag != "--micro-batch-size"}
     differ = {flag: value for flag, value in changes.items() if value != (None if flag in ones else before[flag])}
     return (tuple(found), differ) if differ else (tuple(arguments), {})
