@@ -19,6 +19,16 @@ DTYPES = (
 )
 
 
+class Injected:
+    """Pickles as a call."""
+
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self.call = (function, arguments)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.call
+
+
 def sample_checkpoint(name: str) -> Path:
     """The checkpoint of a sample; skips where there are no samples."""
     return sample(name) / ITERATION

@@ -32,11 +32,15 @@ def attempt(work: Callable[[], T]) -> tuple[T | None, str]:
     return result, next(filter(None, gather_from_ranks(text)), "")
 
 
-def agreed(work: Callable[[], T]) -> T:
-    """Do something on every rank. If it raises an error on any, every rank raises RuntimeError. A collective."""
+def agreed(work: Callable[[], T], what: str = "") -> T:
+    """Do something on every rank, and return this rank's result. A collective.
+
+    Raises:
+        RuntimeError: Some rank raised an error. Every rank raises this one, which begins with ``what``.
+    """
     result, problem = attempt(work)
     if problem:
-        raise RuntimeError(problem)
+        raise RuntimeError(f"{what}{problem}")
     return cast("T", result)
 
 

@@ -169,7 +169,7 @@ class Patch:
         original, replacement = getattr(self.owner, self.attribute), pkgutil.resolve_name(self.replacement)
         if self.kind is Kind.VALUE:
             return replacement
-        return replacement(original) if self.kind is Kind.FACTORY else _around(original, replacement)
+        return replacement(original) if self.kind is Kind.FACTORY else around(original, replacement)
 
 
 def _numbers(version: str) -> list[int]:
@@ -177,7 +177,9 @@ def _numbers(version: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", version.partition("+")[0])]
 
 
-def _around(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
+def around(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that calls ``replacement`` with the original and its arguments."""
+
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         return replacement(original, *args, **kwargs)

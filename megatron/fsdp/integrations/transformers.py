@@ -13,7 +13,7 @@ from transformers import Trainer
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 
 from megatron.fsdp.checkpoint.backend import save
-from megatron.fsdp.checkpoint.coordination import attempt
+from megatron.fsdp.checkpoint.coordination import agreed
 from megatron.fsdp.checkpoint.loading import load_with_optimizers
 from megatron.fsdp.integrations.accelerate import FSDPAccelerator
 
@@ -74,9 +74,8 @@ class _ShardedTrainer(Trainer):
         if not self.accelerator.shards:
             return super().save_model(output_dir, _internal_call)
         state = self.accelerator.get_state_dict(self.model)
-        _, problem = attempt(lambda: self._save_full(output_dir, state))
-        if problem:  # on rank 0, and the others would wait for it
-            raise RuntimeError(f"{output_dir or self.args.output_dir}: the model could not be saved: {problem}")
+        failed = f"{output_dir or self.args.output_dir}: the model could not be saved: "
+        agreed(lambda: self._save_full(output_dir, state), failed)  # rank 0 saves, and the others would wait for it
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 

@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.fsdp.buffers.parameter import ShardedParameter
-from megatron.fsdp.checkpoint.coordination import attempt
-from megatron.fsdp.checkpoint.lazy import of
+from megatron.fsdp.checkpoint.coordination import agreed
 from megatron.fsdp.comm.backends import HOST
 from megatron.fsdp.dtensor.gathering import gather_full
 from megatron.fsdp.helpers.weak import weak_method
@@ -84,7 +83,7 @@ def save_safetensors(
                 if hasattr(config, "save_pretrained"):
                     files.described(config).save_pretrained(folder)
 
-    _together("save_safetensors", finish)
+    agreed(finish, "save_safetensors: ")
 
 
 class _Files:
@@ -148,17 +147,6 @@ class _Files:
             os.replace(unfinished, self._folder / INDEX)
 
 
-def _together(name: str, work: Callable[[], Any]) -> None:
-    """Do something on every rank. A collective.
-
-    Raises:
-        RuntimeError: It failed on one of them.
-    """
-    _, problem = attempt(work)
-    if problem:
-        raise RuntimeError(f"{name}: {problem}")
-
-
 def adapt_pretrained(model: ShardedModel) -> None:
     """Make the methods of a Hugging Face model that need full tensors gather them, or say what to do instead."""
     for name, remedy in {"save_pretrained": "", **_REMEDIES}.items():
@@ -181,7 +169,7 @@ def _save_pretrained(
     first = dist.get_rank() == 0
     options["state_dict"] = {name: tensor for name, tensor in _full_tensors(model, None) if first}
     given = {"is_main_process": first, **options}
-    _together("save_pretrained", functools.partial(method, save_directory, **given))
+    agreed(functools.partial(method, save_directory, **given), "save_pretrained: ")
 
 
 def _call(message: str, method: Callable[..., Any], *args: Any, **options: Any) -> Any:

@@ -6,7 +6,6 @@ data. One process without a GPU is enough for any number of ranks.
 
 import argparse
 import copy
-import functools
 import importlib
 import os
 import re
@@ -14,6 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from megatron.fsdp.helpers.patches import around
 from megatron.fsdp.helpers.spelling import did_you_mean
 from megatron.fsdp.mcore import cpu
 from megatron.fsdp.mcore.cpu import arguments as cpu_arguments
@@ -141,34 +142,33 @@ def _prepared(examination: _Examination) -> Iterator[None]:
     """Replace what a script must not do here, or what would take long, while it runs."""
     arguments: Any = importlib.import_module("megatron.training.arguments")
     training: Any = importlib.import_module("megatron.training.training")
-    with dry_run(functools.partial(_look_at, examination)) as replace:
+    with dry_run(partial(_look_at, examination)) as replace:
         replace(argparse.ArgumentParser, "error", _exit_with_message)
         replace(os, "_exit", _exit_at_once)
-        replace(arguments, "validate_args", _examining(arguments.validate_args, examination))
-        setup = training.setup_model_and_optimizer
-        replace(training, "setup_model_and_optimizer", _without_memory(setup, examination))
+        replace(arguments, "validate_args", partial(_validate, examination))
+        replace(training, "setup_model_and_optimizer", partial(_set_up, examination))
         yield
 
 
 @contextmanager
-def dry_run(wrapper: Callable[..., Any]) -> Iterator[Callable[[Any, str, Any], None]]:
+def dry_run(wrapper: Callable[..., Any]) -> Iterator[Callable[[Any, str, Callable[..., Any]], None]]:
     """Wrap models with ``wrapper``, and afterwards undo Megatron's initialization: the script can run as another rank.
 
     Yields:
-        Gives an attribute of an object another value, up to the end.
+        Replaces a function of an object, up to the end, by one that is called with it and its arguments.
     """
     training: Any = importlib.import_module("megatron.training.training")
     initialization: Any = importlib.import_module("megatron.fsdp.mcore.initialization")
     with ExitStack() as stack:
 
-        def replace(owner: Any, name: str, value: Any) -> None:
-            stack.enter_context(mock.patch.object(owner, name, value))
+        def replace(owner: Any, name: str, by: Callable[..., Any]) -> None:
+            stack.enter_context(mock.patch.object(owner, name, around(getattr(owner, name), by)))
 
         install(wrapper)
         stack.callback(uninstall)
         # Nothing is initialized, so nothing needs to be recorded for it.
-        replace(initialization, "record", lambda build, _: build())
-        replace(dist, "new_group", own_groups(dist.new_group))
+        replace(initialization, "record", lambda record, build, _: build())
+        replace(dist, "new_group", _own_group)
         try:
             yield replace
         finally:
@@ -177,16 +177,11 @@ def dry_run(wrapper: Callable[..., Any]) -> Iterator[Callable[[Any, str, Any], N
                 dist.destroy_process_group()
 
 
-def own_groups(new_group: Callable[..., Any]) -> Callable[..., Any]:
-    """A ``new_group`` that creates no groups of other ranks, of which there are thousands at scale."""
-
-    @functools.wraps(new_group)
-    def create(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if ranks is not None and dist.get_rank() not in ranks:
-            return dist.GroupMember.NON_GROUP_MEMBER
-        return new_group(ranks, *args, **kwargs)
-
-    return create
+def _own_group(new_group: Callable[..., Any], ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """Create no groups of other ranks, of which there are thousands at scale."""
+    if ranks is not None and dist.get_rank() not in ranks:
+        return dist.GroupMember.NON_GROUP_MEMBER
+    return new_group(ranks, *args, **kwargs)
 
 
 def described(error: Exception, script: Path) -> str:
@@ -198,12 +193,12 @@ def described(error: Exception, script: Path) -> str:
     return "\n".join(dict.fromkeys(lines))
 
 
-def _exit_at_once(code: int) -> None:
+def _exit_at_once(exit_: Callable[..., Any], code: int) -> None:
     """Replaces ``os._exit``, which would end the examination without a report."""
     raise SystemExit(f"The script called os._exit({code}).")
 
 
-def _exit_with_message(parser: argparse.ArgumentParser, message: str) -> None:
+def _exit_with_message(error: Callable[..., Any], parser: argparse.ArgumentParser, message: str) -> None:
     """Replaces ``ArgumentParser.error``, which prints to stderr and exits with a number. Adds hints."""
     flags = parser._option_string_actions
     lines = [message]
@@ -227,33 +222,30 @@ def _usage(action: argparse.Action) -> str:
     return " ".join(f"{action.option_strings[-1]} {values}  {action.help or ''}".split())
 
 
-def _examining(validate_args: Callable[..., Any], examination: _Examination) -> Callable[..., Any]:
-    """A ``validate_args`` that checks limits first, and then selects the fake process group and the meta device."""
+def _validate(
+    examination: _Examination, validate_args: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any
+) -> Any:
+    """Check limits first, and then select the fake process group and the meta device."""
     report = examination.report
-
-    @functools.wraps(validate_args)
-    def validate(args: Any, *rest: Any, **kwargs: Any) -> Any:
-        report.uses_fsdp = bool(getattr(args, "use_megatron_fsdp", False))
-        report.limits = broken(Settings(args)) if report.uses_fsdp else []
-        if report.limits or not report.uses_fsdp:
-            raise _Examined
-        report.recipe = recipe_of(args)  # before it is switched off, since the model is built without a GPU
-        report.muon = args.optimizer in MUON
-        examination.fused = has_fused_attention(args)
-        keep_to_itself(args)
-        if isinstance(examination.capacity, Capacity):
-            _require_formats(args, examination.capacity)
-        if examination.capacity is not None and cpu.is_enabled():
-            _validate_as_on_gpu(validate_args, copy.deepcopy(args), *rest, **kwargs)
-        args.fake_process_group = True
-        result = validate_args(args, *rest, **kwargs)
-        args.init_model_with_meta_device = True
-        args.perform_initialization = False  # only shapes are read
-        examination.args = args
-        examination.progress.start("reading the tokenizer, creating process groups")
-        return result
-
-    return validate
+    report.uses_fsdp = bool(getattr(args, "use_megatron_fsdp", False))
+    report.limits = broken(Settings(args)) if report.uses_fsdp else []
+    if report.limits or not report.uses_fsdp:
+        raise _Examined
+    report.recipe = recipe_of(args)  # before it is switched off, since the model is built without a GPU
+    report.muon = args.optimizer in MUON
+    examination.fused = has_fused_attention(args)
+    keep_to_itself(args)
+    if isinstance(examination.capacity, Capacity):
+        _require_formats(args, examination.capacity)
+    if examination.capacity is not None and cpu.is_enabled():
+        _validate_as_on_gpu(validate_args, copy.deepcopy(args), *rest, **kwargs)
+    args.fake_process_group = True
+    result = validate_args(args, *rest, **kwargs)
+    args.init_model_with_meta_device = True
+    args.perform_initialization = False  # only shapes are read
+    examination.args = args
+    examination.progress.start("reading the tokenizer, creating process groups")
+    return result
 
 
 # The formats of recipes.
@@ -328,14 +320,10 @@ class _LargeOnMeta(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _without_memory(setup: Callable[..., Any], examination: _Examination) -> Callable[..., Any]:
-    @functools.wraps(setup)
-    def setup_without_memory(*args: Any, **kwargs: Any) -> Any:
-        examination.progress.start("building the model on the meta device")
-        with _LargeOnMeta():
-            return setup(*args, **kwargs)
-
-    return setup_without_memory
+def _set_up(examination: _Examination, setup: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    examination.progress.start("building the model on the meta device")
+    with _LargeOnMeta():
+        return setup(*args, **kwargs)
 
 
 def _look_at(
@@ -349,7 +337,7 @@ def _look_at(
 
     examination.progress.start("planning units and layouts")
     report = examination.report
-    config.init_model_with_meta_device = False  # set by _examining and not by the user
+    config.init_model_with_meta_device = False  # set by _validate and not by the user
     report.limits = broken(Settings(ddp_config, config))
     outer = ddp_config.num_distributed_optimizer_instances or 1
     dense = groups.get_data_parallel_world_size(with_context_parallel=True)

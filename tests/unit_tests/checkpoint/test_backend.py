@@ -22,7 +22,7 @@ from megatron.fsdp.checkpoint.matching import Reaction, Strictness
 from megatron.fsdp.checkpoint.newest import newest_complete
 from megatron.fsdp.checkpoint.reader import open_checkpoint
 from megatron.fsdp.checkpoint.safe_pickle import UnsafePickle
-from tests.ranks import RankPool
+from tests.small_checkpoints import Injected
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
@@ -309,17 +309,9 @@ def test_the_newest_complete_checkpoint(tmp_path: Path, caplog: pytest.LogCaptur
     assert newest_complete(tmp_path, 40) is None
 
 
-class Evil:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple:
-        return os.system, (f"touch {self.path}",)
-
-
 def test_an_object_cannot_run_code(tmp_path: Path) -> None:
     folder, proof = tmp_path / "checkpoint", tmp_path / "proof"
-    dcp.save({"model": torch.ones(2), "args": Evil(proof)}, checkpoint_id=folder)
+    dcp.save({"model": torch.ones(2), "args": Injected(os.system, f"touch {proof}")}, checkpoint_id=folder)
     proof.unlink(missing_ok=True)
     with pytest.raises(UnsafePickle, match="posix.system|os.system"):
         load_objects(folder, ["args"])
@@ -330,7 +322,7 @@ def test_metadata_cannot_run_code(tmp_path: Path) -> None:
     proof = tmp_path / "proof"
     save(tmp_path / "c", 3)
     (tmp_path / "c" / NAME).unlink()
-    (tmp_path / "c" / ".metadata").write_bytes(pickle.dumps(Evil(proof)))
+    (tmp_path / "c" / ".metadata").write_bytes(pickle.dumps(Injected(os.system, f"touch {proof}")))
     with pytest.raises(UnsafePickle, match=r"system"):
         open_checkpoint(tmp_path / "c")
     assert not proof.exists()

@@ -26,7 +26,7 @@ from megatron.fsdp.convert.cli import ALIASES
 from megatron.fsdp.convert.modifying import parse_operation, rename
 from tests.checkpoints import FSDP_DTENSOR, ROOT, TORCH_DIST, meta, sample
 from tests.needs import project_is_installed
-from tests.small_checkpoints import DTYPES, NAMES, numbers, same_bits, sample_checkpoint, write_checkpoint
+from tests.small_checkpoints import DTYPES, NAMES, Injected, numbers, same_bits, sample_checkpoint, write_checkpoint
 from tools.checkpoint.checkpoint_inspector import cli
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
@@ -490,17 +490,12 @@ def test_verify_reports_every_problem(small: Path) -> None:
     assert any("expected the chunks of w to tile it" in p for p in found)
 
 
-class Injected:
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.system, ("touch injected",)
-
-
 def test_verify_runs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     dcp.save({"a": torch.zeros(2), "o": 1}, checkpoint_id=tmp_path / "c")
-    state = {"a": torch.zeros(2), "o": Injected()}
+    state = {"a": torch.zeros(2), "o": Injected(os.system, "touch injected")}
     dcp.save(state, checkpoint_id=tmp_path / "d")
-    torch.save({"args": Injected()}, tmp_path / "c" / "common.pt")
+    torch.save({"args": Injected(os.system, "touch injected")}, tmp_path / "c" / "common.pt")
     for name, file in (("c", "common.pt"), ("d", "__0_0.distcp")):
         (problem,) = as_json("verify", name, status=1)["problems"]
         assert "posix.system, which is not allowed" in problem and file in problem

@@ -32,7 +32,7 @@ from megatron.fsdp.convert.huggingface.folder import read_config, read_weights
 from megatron.fsdp.convert.verifying import verify
 from megatron.fsdp.integrations.lightning_strategy import ShardedStrategy
 from tests.checkpoints import ROOT
-from tests.small_checkpoints import write_checkpoint
+from tests.small_checkpoints import Injected, write_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
@@ -140,31 +140,21 @@ def test_a_tensor_larger_than_its_file(tmp_path: Path) -> None:
 # Pickles that explode ---------------------------------------------------------------------------------------------
 
 
-class Made:
-    """Pickles as a call."""
-
-    def __init__(self, function: Any, *arguments: Any) -> None:
-        self.call = function, arguments
-
-    def __reduce__(self) -> tuple:
-        return self.call
-
-
 def doubled(times: int) -> Any:
     text: Any = "a"
     for _ in range(times):
-        text = Made(str, (text, text))
+        text = Injected(str, (text, text))
     return text
 
 
 GROWING: dict[str, Any] = {
-    "deque": Made(deque, range(10**13)),
-    "set": Made(set, range(10**13)),
-    "frozenset": Made(frozenset, range(10**13)),
-    "list": Made(list, range(10**10)),
-    "Counter": Made(Counter, range(10**13)),
-    "bytes": Made(set, Made(bytes, 10**10)),
-    "bytearray": Made(deque, Made(bytearray, 10**10)),
+    "deque": Injected(deque, range(10**13)),
+    "set": Injected(set, range(10**13)),
+    "frozenset": Injected(frozenset, range(10**13)),
+    "list": Injected(list, range(10**10)),
+    "Counter": Injected(Counter, range(10**13)),
+    "bytes": Injected(set, Injected(bytes, 10**10)),
+    "bytearray": Injected(deque, Injected(bytearray, 10**10)),
     "text": doubled(60),
 }
 
@@ -196,10 +186,10 @@ CRAFTED: dict[str, bytes] = {
     "a deep tuple": as_key(b")" + b"\x85" * 300_000),
     "lists of the same lists": b"\x80\x02]" + b"q\0](hhhhhhhhhhe".replace(b"h", b"h\0") * 12 + b".",
     "keys of one hash": b"\x80\x02}(" + b"".join(_large(key * (2**61 - 1)) + b"N" for key in range(80_000)) + b"u.",
-    "a range of one hash": pickle.dumps(Made(set, range(0, (2**61 - 1) << 16, 2**61 - 1))),
-    "many lists of one range": pickle.dumps((lambda long: [Made(list, long) for _ in range(2000)])(range(1 << 16))),
+    "a range of one hash": pickle.dumps(Injected(set, range(0, (2**61 - 1) << 16, 2**61 - 1))),
+    "many lists of one range": pickle.dumps((lambda long: [Injected(list, long) for _ in range(2000)])(range(1 << 16))),
     "many copies of one text": pickle.dumps(
-        (lambda text: [Made(codecs.encode, text, "latin1") for _ in range(2000)])("a" * 100_000)
+        (lambda text: [Injected(codecs.encode, text, "latin1") for _ in range(2000)])("a" * 100_000)
     ),
     "a far reference": b"\x80\x02Nr\0\0\0\x10.",
 }
@@ -288,7 +278,7 @@ def test_names_that_are_not_utf_8(tmp_path: Path) -> None:
 
 def test_lightning_does_not_run_what_the_metadata_refers_to(tmp_path: Path) -> None:
     torch.save({}, tmp_path / "meta.pt")
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(Made(os.mkdir, str(tmp_path / "ran"))))
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Injected(os.mkdir, str(tmp_path / "ran"))))
     strategy = object.__new__(ShardedStrategy)
     strategy.broadcast = lambda value: value
     with pytest.raises(UnsafePickle):

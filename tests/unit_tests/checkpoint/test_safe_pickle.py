@@ -35,17 +35,7 @@ from megatron.fsdp.checkpoint.archive import Archive
 from megatron.fsdp.checkpoint.checksums import NAME, DamagedCheckpoint
 from megatron.fsdp.checkpoint.reader import CheckpointReader, common_state
 from megatron.fsdp.checkpoint.safe_pickle import UnsafePickle, load_torch, loads, save_torch
-from tests.small_checkpoints import NAMES, numbers, same_bits, sample_checkpoint, write_checkpoint
-
-
-class Injected:
-    """Pickles as a call."""
-
-    def __init__(self, function: Any, *arguments: Any) -> None:
-        self.call = (function, arguments)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return self.call
+from tests.small_checkpoints import NAMES, Injected, numbers, same_bits, sample_checkpoint, write_checkpoint
 
 
 def _code(marker: Path) -> str:

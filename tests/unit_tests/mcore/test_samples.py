@@ -1,7 +1,6 @@
 """Checkpoints of Megatron-Core's FSDP are loaded, and training continues with the same losses."""
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +46,7 @@ def _load(model: Any, optimizer: Any, scheduler: Any, folder: Path) -> int:
         "iteration": 0,
     }
     prepared = preprocess_fsdp_dtensor_state_dict(None, raw, model.module)
-    load(prepared, folder, other_names, strictness_of(None), view=partial(view, True))
+    load(prepared, folder, other_names, strictness_of(None), view=lambda *at: view(True, *at))
     prepared.restore()
     model.load_state_dict(prepared["model"])
     optimizer.load_state_dict(prepared["optimizer"])

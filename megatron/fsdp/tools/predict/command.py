@@ -112,14 +112,14 @@ class _Run:
         schedules: Any = importlib.import_module("megatron.core.pipeline_parallel.schedules")
         attention: Any = resolve_name("megatron.core.transformer.dot_product_attention:DotProductAttention")
         with ExitStack() as active, dry_run(self._wrapper()) as replace:
-            replace(validation, "validate_args", self._validating(validation.validate_args))
-            replace(training, "setup_model_and_optimizer", self._recording(training, active))
+            replace(validation, "validate_args", self._validate)
+            replace(training, "setup_model_and_optimizer", functools.partial(self._set_up, training, active))
             replace(training, "build_train_valid_test_data_iterators", self._iterators)
-            replace(training, "train_step", self._stepping(training.train_step))
-            replace(schedules, "forward_step", self._forward(schedules.forward_step))
-            replace(schedules, "backward_step", self._backward(schedules.backward_step))
+            replace(training, "train_step", self._step)
+            replace(schedules, "forward_step", self._forward)
+            replace(schedules, "backward_step", self._backward)
             replace(dist, "all_gather_object", _gather_as_neighbours)
-            replace(attention, "forward", self._attending(attention.forward))
+            replace(attention, "forward", self._attend)
             try:
                 run(script, arguments)
             except _Ended:
@@ -131,42 +131,33 @@ class _Run:
 
     # What the script meets ----------------------------------------------------------------------------------------
 
-    def _validating(self, validate: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(validate)
-        def validating(args: Any, *rest: Any, **kwargs: Any) -> Any:
-            self._fused = has_fused_attention(args)
-            keep_to_itself(args)
-            args.fake_process_group = True
-            args.init_model_with_meta_device = args.perform_initialization = False
-            args.save = args.load = args.tensorboard_dir = args.rampup_batch_size = None
-            args.exit_signal_handler = args.nccl_ub = False
-            result = validate(args, *rest, **kwargs)
-            per_micro_batch = args.micro_batch_size * args.data_parallel_size
-            self._micro_batches = max((args.global_batch_size or per_micro_batch) // per_micro_batch, 1)
-            self._stages = args.pipeline_model_parallel_size
-            # So many are in flight at most; interleaved schedules take multiples of the stages.
-            self._few = min(self._micro_batches, 2 * self._stages if self._stages > 1 else 1)
-            self.tokens = self._micro_batches * per_micro_batch * args.seq_length
-            self._per_micro_batch = per_micro_batch
-            args.global_batch_size = min(self._few, self._stages) * per_micro_batch
-            self._args = args
-            return result
+    def _validate(self, validate: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -> Any:
+        self._fused = has_fused_attention(args)
+        keep_to_itself(args)
+        args.fake_process_group = True
+        args.init_model_with_meta_device = args.perform_initialization = False
+        args.save = args.load = args.tensorboard_dir = args.rampup_batch_size = None
+        args.exit_signal_handler = args.nccl_ub = False
+        result = validate(args, *rest, **kwargs)
+        per_micro_batch = args.micro_batch_size * args.data_parallel_size
+        self._micro_batches = max((args.global_batch_size or per_micro_batch) // per_micro_batch, 1)
+        self._stages = args.pipeline_model_parallel_size
+        # So many are in flight at most; interleaved schedules take multiples of the stages.
+        self._few = min(self._micro_batches, 2 * self._stages if self._stages > 1 else 1)
+        self.tokens = self._micro_batches * per_micro_batch * args.seq_length
+        self._per_micro_batch = per_micro_batch
+        args.global_batch_size = min(self._few, self._stages) * per_micro_batch
+        self._args = args
+        return result
 
-        return validating
-
-    def _recording(self, training: Any, active: ExitStack) -> Callable[..., Any]:
-        setup = training.setup_model_and_optimizer
-
-        def recording(*args: Any, **kwargs: Any) -> Any:
-            active.enter_context(self._recorder.active())
-            found = setup(*args, **kwargs)
-            batch = self._micro_batches * self._per_micro_batch
-            self.flops = training.num_floating_point_operations(self._args, batch)
-            self.dtype = str(self._args.params_dtype).removeprefix("torch.")
-            self._args.do_train, self._args.do_valid, self._args.do_test = True, False, False
-            return found
-
-        return recording
+    def _set_up(self, training: Any, active: ExitStack, setup: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        active.enter_context(self._recorder.active())
+        found = setup(*args, **kwargs)
+        batch = self._micro_batches * self._per_micro_batch
+        self.flops = training.num_floating_point_operations(self._args, batch)
+        self.dtype = str(self._args.params_dtype).removeprefix("torch.")
+        self._args.do_train, self._args.do_valid, self._args.do_test = True, False, False
+        return found
 
     def _wrapper(self) -> type[Any]:
         """The wrapper of model chunks, which keeps some of their layers."""
@@ -215,31 +206,36 @@ class _Run:
         made = [RerunDataIterator(batches()) for _ in range(chunks or 1)]
         return (made if chunks else made[0]), None, None
 
-    def _stepping(self, step: Callable[..., Any]) -> Callable[..., Any]:
+    def _step(
+        self,
+        step: Callable[..., Any],
+        forward_step: Any,
+        iterator: Any,
+        model: Any,
+        optimizer: Any,
+        *rest: Any,
+        **kwargs: Any,
+    ) -> Any:
         """The first step allocates state and records the plan, and the second one is the first to follow it."""
-
-        def stepping(forward_step: Any, iterator: Any, model: Any, optimizer: Any, *rest: Any, **kwargs: Any) -> Any:
-            recorder, number = self._recorder, len(self._marks)
-            if number == 0:
-                optimizer.step = self._updating(optimizer.step)
-            if number > 1:  # one round of the pipeline more shows what a micro-batch adds
-                self._take_micro_batches(self._few + (number - 2) * self._stages)
-            steps = [StepRecorder(engine, Clock(recorder)) for engine in self._engines] if number > 1 else []
-            begin = recorder.mark("forward")
-            for each in steps:
-                each.start()
-            result = step(forward_step, iterator, model, optimizer, *rest, **kwargs)
-            for each in steps:
-                each.stop()
-            for each in getattr(optimizer, "chained_optimizers", [optimizer]):
-                for labels in self._labels:
-                    labels.label(each.optimizer)
-            self._marks.append((begin, recorder.mark(""), steps))
-            if len(self._marks) == (4 if self._micro_batches > self._few else 3):
-                raise _Ended
-            return result
-
-        return stepping
+        recorder, number = self._recorder, len(self._marks)
+        if number == 0:
+            optimizer.step = functools.partial(self._update, optimizer.step)
+        if number > 1:  # one round of the pipeline more shows what a micro-batch adds
+            self._take_micro_batches(self._few + (number - 2) * self._stages)
+        steps = [StepRecorder(engine, Clock(recorder)) for engine in self._engines] if number > 1 else []
+        begin = recorder.mark("forward")
+        for each in steps:
+            each.start()
+        result = step(forward_step, iterator, model, optimizer, *rest, **kwargs)
+        for each in steps:
+            each.stop()
+        for each in getattr(optimizer, "chained_optimizers", [optimizer]):
+            for labels in self._labels:
+                labels.label(each.optimizer)
+        self._marks.append((begin, recorder.mark(""), steps))
+        if len(self._marks) == (4 if self._micro_batches > self._few else 3):
+            raise _Ended
+        return result
 
     def _take_micro_batches(self, number: int) -> None:
         calculator: Any = importlib.import_module("megatron.core.num_microbatches_calculator")
@@ -249,34 +245,22 @@ class _Run:
             args.rank, None, args.global_batch_size, args.micro_batch_size, args.data_parallel_size
         )
 
-    def _updating(self, update: Callable[..., Any]) -> Callable[..., Any]:
-        def updating(*args: Any, **kwargs: Any) -> Any:
-            self._recorder.mark("optimizer")
-            return update(*args, **kwargs)
+    def _update(self, update: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._recorder.mark("optimizer")
+        return update(*args, **kwargs)
 
-        return updating
+    def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self._labels[0].forward():
+            return forward(*args, **kwargs)
 
-    def _forward(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def forwarding(*args: Any, **kwargs: Any) -> Any:
-            with self._labels[0].forward():
-                return forward(*args, **kwargs)
+    def _backward(self, backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._labels[0].begin_backward()
+        return backward(*args, **kwargs)
 
-        return forwarding
-
-    def _backward(self, backward: Callable[..., Any]) -> Callable[..., Any]:
-        def backwarding(*args: Any, **kwargs: Any) -> Any:
-            self._labels[0].begin_backward()
-            return backward(*args, **kwargs)
-
-        return backwarding
-
-    def _attending(self, attend: Callable[..., Any]) -> Callable[..., Any]:
-        def attending(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._fused:
-                return _Attention.apply(self._recorder.entries, query, key, value)
-            return attend(module, query, key, value, *args, **kwargs)
-
-        return attending
+    def _attend(self, attend: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._fused:
+            return _Attention.apply(self._recorder.entries, *args[:3])  # query, key and value
+        return attend(module, *args, **kwargs)
 
     # The result ---------------------------------------------------------------------------------------------------
 
@@ -335,7 +319,9 @@ def _cost(flops: int, *tensors: torch.Tensor) -> Cost:
     return Cost("attention", "attention", dtype, flops, sum(tensor.nbytes for tensor in tensors))
 
 
-def _gather_as_neighbours(results: list[Any], value: Any, group: dist.ProcessGroup | None = None) -> None:
+def _gather_as_neighbours(
+    gather: Callable[..., Any], results: list[Any], value: Any, group: dist.ProcessGroup | None = None
+) -> None:
     """Replaces ``all_gather_object``: other ranks' lists of ranks are this one's, moved to their places."""
     me = dist.get_rank()
     for place, rank in enumerate(dist.get_process_group_ranks(group)):
