@@ -6,6 +6,7 @@ import itertools
 import tempfile
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -105,6 +106,20 @@ REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "foreach norm": lambda t: torch._foreach_norm([t, t])[1],
     "norm of norms": lambda t: torch.linalg.vector_norm(torch.stack(torch._foreach_norm([t, 2 * t]))),
 }
+
+
+def _norms() -> None:
+    tensors = [_ragged(case)[1] for case in ("rows", "vector", "cut rows", "empty first")]
+    with (
+        patch.object(torch, "_foreach_norm", wraps=torch._foreach_norm) as many,
+        patch.object(torch.linalg, "vector_norm", wraps=torch.linalg.vector_norm) as one,
+    ):
+        torch._foreach_norm(tensors)
+    assert many.call_count == 2 and not one.called
+
+
+def test_norms_of_many_shards_take_one_kernel(ranks: RankPool) -> None:
+    ranks.run(3, _norms)
 
 
 def _operations(case: str) -> None:

@@ -63,7 +63,7 @@ def norms(tensors: Sequence[DTensor], order: float, dtype: torch.dtype | None = 
     found: list[torch.Tensor] = [torch.empty(0)] * len(tensors)
     is_power = order != 0 and math.isfinite(order)
     for (mesh, axes), places in alike.items():
-        values = torch.stack([_norm_of_shard(tensors[i]._local_tensor.reshape(-1), order, dtype) for i in places])
+        values = torch.stack(_norms_of_shards([tensors[i]._local_tensor.reshape(-1) for i in places], order, dtype))
         if is_power and axes:
             powers = values.to(torch.promote_types(values.dtype, torch.float32)) ** order
             values = reduce_over(powers, _SUM, mesh, axes) ** (1 / order)
@@ -75,11 +75,13 @@ def norms(tensors: Sequence[DTensor], order: float, dtype: torch.dtype | None = 
     return found
 
 
-def _norm_of_shard(local: torch.Tensor, order: float, dtype: torch.dtype | None) -> torch.Tensor:
-    if not local.numel():
-        # The neutral element: torch has 0, or an error, for the norms of an empty tensor that are minima.
-        return local.new_full((), math.inf if order < 0 else 0.0, dtype=dtype or local.dtype)
-    return torch.linalg.vector_norm(local, order, dtype=dtype)
+def _norms_of_shards(shards: list[torch.Tensor], order: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
+    held = [shard for shard in shards if shard.numel()]
+    # On CUDA, one kernel for many tensors.
+    found = iter(torch._foreach_norm(held, order, dtype=dtype) if held else ())
+    # The neutral element: torch has 0, or an error, for the norms of an empty tensor that are minima.
+    empty = shards[0].new_full((), math.inf if order < 0 else 0.0, dtype=dtype or shards[0].dtype)
+    return [next(found) if shard.numel() else empty for shard in shards]
 
 
 def _extreme(dtype: torch.dtype, largest: bool) -> float | int | bool:
