@@ -1,10 +1,12 @@
 """Reports about ranks that have issued different collectives."""
 
+import itertools
 import json
 import logging
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.fsdp.comm.hang_report import describe, name_ranks
 from megatron.fsdp.comm.journal import (
     JOURNAL,
     MAX_KEPT,
@@ -20,11 +23,10 @@ from megatron.fsdp.comm.journal import (
     Watchdog,
     _rounds,
     _watchdogs,
-    describe,
-    name_ranks,
     watch,
     whereabouts,
 )
+from megatron.fsdp.comm.rounds import Round
 from megatron.fsdp.comm.streams import CollectiveMismatch, CpuStream, Handle, watch_end
 from megatron_fsdp import MegatronFSDP, fully_shard_model
 from tests.models import Block, TinyModel, batches, loss_of
@@ -38,7 +40,7 @@ class Task(Handle):
 
 
 def _answer(*whats: str, peers: tuple[int, ...] = (0, 1), unfinished: tuple[int, ...] = ()) -> dict:
-    log = {"issued": list(enumerate(whats)), "before": 0, "peers": peers, "open": unfinished}
+    log = {"first": 0, "issued": "\n".join(whats), "before": 0, "peers": peers, "open": unfinished}
     return {"logs": [log], "at": "train.py:3 in main", "ended": None}
 
 
@@ -52,7 +54,8 @@ def test_a_log_keeps_the_latest_operations() -> None:
         log.add(f"gather {number}", [tasks[number % 2].watcher()])
     tasks[0].ended = True
     found = log.answer()
-    assert len(found["issued"]) == MAX_KEPT and found["issued"][-1] == (MAX_KEPT + 1, f"gather {MAX_KEPT + 1}")
+    whats = found["issued"].split("\n")
+    assert len(whats) == MAX_KEPT and found["first"] == 2 and whats[-1] == f"gather {MAX_KEPT + 1}"
     assert found["open"] == [number for number in range(2, MAX_KEPT + 2) if number % 2]
     del tasks
     assert log.answer()["open"] == []
@@ -153,6 +156,56 @@ def _report_with_a_silent_rank() -> str:
 def test_the_host_of_a_rank_that_does_not_answer_is_named(ranks: RankPool) -> None:
     text = ranks.run(2, _report_with_a_silent_rank)[0]
     assert "rank 1 on node1: no answer" in text and "rank 0 on node0: last issued" in text, text
+
+
+def test_a_late_rank_is_named_with_those_that_it_delays_in_other_groups() -> None:
+    """Rank 3 is late. Rank 2, which waits for it in a tensor-parallel group, is the one of the first log."""
+    even, odd = (0, 2), (1, 3)
+    answers = {rank: _answer("gather a", "gather b", peers=odd if rank % 2 else even) for rank in range(2)}
+    answers |= {rank: _answer("gather a", peers=odd if rank % 2 else even) for rank in (2, 3)}
+    assert "but ranks 2-3 issued fewer." in _lines(answers, 4)[0]
+
+
+def _ask_often() -> list[int]:
+    """The keys of the store after each of several reports."""
+    JOURNAL.clear()
+    watchdog = Watchdog(JOURNAL, 60.0, interval=0.02)
+    watchdog.start()
+    store, found = dist.distributed_c10d._get_default_store(), list[int]()
+    for _ in range(6):
+        dist.barrier()
+        if dist.get_rank() == 0:
+            assert "Another rank" not in _rounds.report().text
+        dist.barrier()
+        found.append(store.num_keys())
+    watchdog.stop()
+    return found
+
+
+def test_the_answers_of_earlier_reports_leave_the_store(ranks: RankPool) -> None:
+    found = ranks.run(2, _ask_often)[0]
+    # What stays of a report is its text and a counter.
+    assert {after - before for before, after in itertools.pairwise(found[3:])} == {2}, found
+
+
+def _ask_a_busy_store() -> float:
+    """Seconds of a message while another thread waits in torch's store, as for a communicator of NCCL."""
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    with patch.object(dist.distributed_c10d, "_get_default_store", lambda: store):
+        asked = Round("any")
+    waiting = threading.Thread(target=store.wait, args=(["end"], timedelta(seconds=8)))
+    waiting.start()
+    time.sleep(0.3)
+    start = time.monotonic()
+    asked.publish("key", "text")
+    seconds = time.monotonic() - start
+    store.clone().set("end", "")
+    waiting.join()
+    return seconds
+
+
+def test_a_rank_that_waits_in_the_store_can_answer(ranks: RankPool) -> None:
+    assert ranks.run(1, _ask_a_busy_store)[0] < 4
 
 
 def test_the_error_that_ended_a_rank_is_reported() -> None:
@@ -285,7 +338,7 @@ def _two_models() -> str:
 def test_two_sharded_models_of_one_process_are_distinguished(ranks: RankPool) -> None:
     for text in ranks.run(2, _two_models):
         (log,) = json.loads(text)["logs"]
-        whats = [what.partition(",")[0] for _, what in log["issued"]]
+        whats = [what.partition(",")[0] for what in log["issued"].split("\n")]
         for unit in ("unshard blocks.1", "reduce blocks.1"):
             assert whats.count(unit) == whats.count(f"model 2: {unit}") > 0
 
@@ -391,7 +444,7 @@ def _read_scalars() -> list[str]:
     before = log.count
     weight.detach().norm().item()
     bool(torch.isnan(weight).any())
-    return [what for number, what in log.answer()["issued"] if number >= before]
+    return log.answer()["issued"].split("\n")[before:]
 
 
 def test_reductions_of_sharded_tensors_are_recorded(ranks: RankPool) -> None:

@@ -14,7 +14,6 @@ Collectives of one size end even if ranks mean different units, and then weights
 of the first iteration therefore lets all ranks compare their logs. If they differ, the next operation raises an error.
 """
 
-import functools
 import json
 import logging
 import os
@@ -23,13 +22,11 @@ import sys
 import sysconfig
 import threading
 import time
-import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import groupby
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -38,6 +35,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.fsdp.comm.backends import backend_of, is_communication_error, moves_data, runs_ahead
+from megatron.fsdp.comm.hang_report import REMEDY, add_to, describe
 from megatron.fsdp.comm.process_groups import timeout_of
 from megatron.fsdp.comm.rounds import SECONDS_FOR_ANSWERS, Round, holds_store
 from megatron.fsdp.comm.streams import (
@@ -60,23 +58,10 @@ SECONDS_TO_REPORT = 60.0
 # Environment variable: seconds instead of SECONDS_TO_REPORT; 0 for no report.
 REPORT_AFTER = "MEGATRON_FSDP_REPORT_AFTER"
 
-# The most positions, different operations, and hosts of one position, in a report; the rest is counted.
-MAX_POSITIONS, MAX_DIFFERENT = 30, 4
-MAX_HOSTS = 4
-
 FAILED = "Communication with other ranks has failed."
 # Names of rounds: by number, one for the last answers of processes that have ended, and one for the hosts, which every
 # rank publishes beforehand: a rank that does not answer is the one to look for.
 _PREFIX, _ENDED, _HOSTS = "journal", "journal/ended", "journal/hosts"
-_REMEDY = (
-    "Every rank must run the same forwards, backwards and steps, also in evaluation, when saving, after an exception "
-    "that is caught, and at the end of the data. It must write the same parameters, also those of which it has no "
-    "elements; or call mark_weights_changed() on all ranks."
-)
-_NEXT = (
-    "This report sees only the collectives of Megatron-FSDP. To look further, before the process group's timeout (NCCL "
-    "timeout) ends the job: py-spy dump --pid PID, and torch's Flight Recorder; see docs/hangs.md."
-)
 
 
 class Log:
@@ -103,7 +88,7 @@ class Log:
     def add(self, what: str, watchers: list[Callable[[], bool]]) -> None:
         """Record an operation, which has ended when all watchers return True."""
         self._issued.append((self.count, what, watchers, self._checksum))
-        self._checksum = _add(self._checksum, what)
+        self._checksum = add_to(self._checksum, what)
         self.count += 1
         self.last = time.monotonic()
 
@@ -129,10 +114,11 @@ class Log:
         return found
 
     def answer(self) -> dict[str, Any]:
-        """The log in the form that is sent to other ranks."""
+        """The log in the form that is sent to other ranks, in which operations are one text: a rank reads all logs."""
         kept = list(self._issued)
-        issued, before = [(number, what) for number, what, _, _ in kept], kept[0][-1] if kept else 0
-        return {"peers": self.peers, "issued": issued, "before": before, "open": self.unfinished}
+        (first, _, _, before), whats = kept[0] if kept else (0, "", [], 0), [what for _, what, _, _ in kept]
+        issued = {"first": first, "before": before, "issued": "\n".join(whats)}
+        return {"peers": self.peers, **issued, "open": self.unfinished}
 
 
 @dataclass
@@ -331,7 +317,7 @@ class ReportRounds:
                 return _read_report(self._join(), prints)
             except RuntimeError as error:
                 reason = _without_frames(error)
-                text = f"Rank 0 holds their positions and cannot be reached ({reason}): it has ended. {_REMEDY}"
+                text = f"Rank 0 holds their positions and cannot be reached ({reason}): it has ended. {REMEDY}"
                 return Report(text, False, dist.get_rank() if prints else -1)
 
     def answer(self) -> Report | None:
@@ -346,9 +332,11 @@ class ReportRounds:
 
     def _join(self) -> Round:
         """Answer in this round, and advance to the next one."""
-        this = Round(f"{_PREFIX}/{self._number}")
+        this, rank = Round(f"{_PREFIX}/{self._number}"), dist.get_rank()
         self._number += 1
-        this.publish(dist.get_rank(), JOURNAL.as_json())
+        this.publish(rank, JOURNAL.as_json())
+        # The store keeps everything in memory. The judge of the round before this one may still read.
+        Round(f"{_PREFIX}/{self._number - 3}").withdraw(rank)
         return this
 
     def leave_last_answer(self) -> None:
@@ -377,108 +365,6 @@ def _read_report(joined: Round, prints: bool) -> Report:
     if written is None:
         return Report("Another rank was to write the report, but has not done so in time.", False)
     return Report(*json.loads(written))
-
-
-def describe(answers: dict[int, dict], size: int, hosts: Mapping[int, str] | None = None) -> tuple[str, bool]:
-    """Write the report. Returns it, and whether it proves that ranks have issued different operations.
-
-    Args:
-        answers: The answers of :meth:`Journal.as_json` by rank. Some may be missing.
-        size: Number of ranks.
-        hosts: Names of machines by rank. Some may be missing.
-    """
-
-    def name(ranks: Sequence[int]) -> str:
-        return name_ranks(ranks, hosts)
-
-    conclusion, proven = _compare(answers, name)
-    silent = sorted(set(range(size)) - set(answers))
-    look = f" Look at the output of {name(silent)}." if silent else ""
-    groups: dict[str, list[int]] = {}
-    for rank in range(size):
-        text = _describe_rank(answers[rank]) if rank in answers else "no answer; ended, or busy in native code"
-        groups.setdefault(text, []).append(rank)
-    by_size = sorted(groups, key=lambda text: len(groups[text]))
-    # Small groups differ from the rest, and the largest is the rest.
-    kept = {*by_size[: MAX_POSITIONS - 1], by_size[-1]}
-    lines = [f"  {name(ranks)}: {text}" for text, ranks in groups.items() if text in kept]
-    if others := [rank for text, ranks in groups.items() if text not in kept for rank in ranks]:
-        lines.append(f"  {name(others)}: {len(groups) - len(kept)} more positions")
-    return "\n".join([conclusion + look, "Positions of the ranks:", *lines, _NEXT]), proven
-
-
-def _describe_rank(answer: dict) -> str:
-    place = answer["ended"] or f"at {answer['at']}"
-    log = next((log for log in answer["logs"] if log["open"]), answer["logs"][-1] if answer["logs"] else None)
-    if log is None or not log["issued"]:
-        return f"{place}; issued nothing"
-    issued = dict(log["issued"])
-    waits = [issued[number] for number in log["open"] if number in issued]
-    more = f" and {len(waits) - 4} more" if len(waits) > 4 else ""
-    waiting = f"; waits for: {'; '.join(waits[:4])}{more}" if waits else ""
-    last = max(issued)
-    return f"last issued {issued[last]} (number {last}); {place}{waiting}"
-
-
-def _compare(answers: dict[int, dict], name: Callable[[Sequence[int]], str]) -> tuple[str, bool]:
-    """Describe the first difference between ranks, or the ranks that are behind. Returns whether they differ."""
-    logs: dict[tuple[int, ...], dict[int, dict]] = {}
-    for rank, answer in sorted(answers.items()):
-        for log in answer["logs"]:
-            logs.setdefault(tuple(log["peers"]), {})[rank] = log
-    for of_rank in logs.values():
-        if differ := _first_difference(of_rank, name):
-            return f"Desync (collective mismatch). They first differ {differ}. {_REMEDY}", True
-    agree = "The operations issued so far agree (no desync)"
-    for of_rank in logs.values():
-        reached = {rank: max(dict(log["issued"]), default=-1) for rank, log in of_rank.items()}
-        if behind := [rank for rank, number in reached.items() if number < max(reached.values())]:
-            return f"{agree}, but {name(behind)} issued fewer. {_REMEDY}", False
-    return f"{agree}.", False
-
-
-def _first_difference(logs: dict[int, dict], name: Callable[[Sequence[int]], str]) -> str:
-    issued = {rank: dict(log["issued"]) for rank, log in logs.items()}
-    numbers = sorted(set.intersection(*map(set, issued.values())))
-    if numbers and len({_checksum_before(numbers[0], log) for log in logs.values()}) > 1:
-        return f"before number {numbers[0]}"
-    for number in numbers:
-        whats: dict[str, list[int]] = {}
-        for rank in logs:
-            whats.setdefault(issued[rank][number], []).append(rank)
-        if len(whats) > 1:
-            groups = sorted(whats.items(), key=lambda item: -len(item[1]))
-            each = [f"{name(ranks)}: {what}" for what, ranks in groups[:MAX_DIFFERENT]]
-            if more := len(groups) - len(each):
-                each.append(f"and {more} more operations")
-            return f"at number {number}: {'; '.join(each)}"
-    return ""
-
-
-def _checksum_before(end: int, log: dict) -> int:
-    return functools.reduce(_add, (what for number, what in log["issued"] if number < end), log["before"])
-
-
-def _add(checksum: int, what: str) -> int:
-    """The checksum of one more operation."""
-    return zlib.crc32(what.encode(), checksum)
-
-
-def name_ranks(ranks: Sequence[int], hosts: Mapping[int, str] | None = None) -> str:
-    """Format rank numbers, such as ``"rank 3"`` or ``"ranks 0-2, 7"``; after 16 ranges only the number of ranks.
-
-    Args:
-        ranks: The ranks.
-        hosts: Names of machines by rank, which are added (``"rank 3 on node1"``) if there are several machines.
-    """
-    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0])]
-    text = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs[:16])
-    more = f" and {sum(map(len, runs[16:]))} more" if runs[16:] else ""
-    on = ""
-    if hosts and len(set(hosts.values())) > 1:
-        names = list(dict.fromkeys(hosts.get(rank, "an unknown host") for rank in sorted(ranks)))
-        on = f" on {', '.join(names) if len(names) <= MAX_HOSTS else f'{len(names)} hosts'}"
-    return f"rank{'s' if len(ranks) > 1 else ''} {text}{more}{on}"
 
 
 class Watchdog(threading.Thread):

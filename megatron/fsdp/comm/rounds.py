@@ -8,6 +8,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 import torch.distributed as dist
 
@@ -26,6 +27,9 @@ def _open_store() -> dist.Store:
         raise RuntimeError("The process group is gone.")
     if world not in _stores:
         store = dist.distributed_c10d._get_default_store()
+        with suppress(RuntimeError):  # one in Python has no ``clone``
+            # A client waits for one thing at a time: torch's own may wait minutes for a communicator of NCCL.
+            store = store.clone()
         number = store.add(f"megatron_fsdp/groups/{dist.get_rank()}", 1)
         _stores[world] = dist.PrefixStore(f"megatron_fsdp/{number}", store)
     return _stores[world]
@@ -50,6 +54,10 @@ class Round:
         """Store a text for the other ranks."""
         self._store.set(str(key), text)
 
+    def withdraw(self, key: object) -> None:
+        """Delete a text of this rank that nobody reads any more."""
+        self._store.delete_key(str(key))
+
     def count(self, key: str, more: int = 0) -> int:
         """Increase a counter, and return it."""
         return self._store.add(key, more)
@@ -68,7 +76,7 @@ class Round:
             otherwise: Another round, which is searched for keys that this one lacks.
         """
         stores = [self._store] if otherwise is None else [self._store, otherwise._store]
-        found, missing = {}, [str(key) for key in keys]
+        found, missing, pause = {}, [str(key) for key in keys], 0.01
         while True:
             for key in missing:
                 if (store := next((each for each in stores if each.check([key])), None)) is not None:
@@ -76,7 +84,8 @@ class Round:
             missing = [key for key in missing if key not in found]
             if not missing or time.monotonic() > end:
                 return found
-            time.sleep(0.01)
+            time.sleep(pause)
+            pause = min(2 * pause, 0.25)  # a thousand ranks may ask one store, for one verdict
 
     def verdict(self, judge: Callable[[float], str]) -> str | None:
         """Return the verdict, which one rank writes for all of them; None if that rank has ended.

@@ -31,7 +31,8 @@ from torch.distributed.tensor import DTensor
 from megatron.fsdp.buffers.parameter import ShardedParameter
 from megatron.fsdp.comm.backends import moves_data
 from megatron.fsdp.comm.collectives import broadcast
-from megatron.fsdp.comm.journal import Channel, name_ranks, report_on_failure
+from megatron.fsdp.comm.hang_report import name_ranks
+from megatron.fsdp.comm.journal import Channel, report_on_failure
 from megatron.fsdp.comm.process_groups import timeout_of
 from megatron.fsdp.comm.rounds import SECONDS_FOR_ANSWERS, Round, holds_store
 from megatron.fsdp.comm.streams import Stream, raise_if_ranks_disagree
@@ -298,8 +299,7 @@ class Comparison:
         self._group = group
         self._text = json.dumps(list(found.items())).encode()
         self._hash = hashlib.blake2b(self._text, digest_size=8).hexdigest()
-        ranks = tuple(dist.get_process_group_ranks(group))
-        self._ranks = ranks
+        ranks = self._ranks = tuple(dist.get_process_group_ranks(group))
         self._alone = not found or len(ranks) == 1 or not moves_data(group)
         if self._alone:
             return
