@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.fsdp import fsdp2
 from megatron.fsdp.tools.trace import Kind, RankTrace, Row, Span, Timeline, trace_step
+from megatron.fsdp.tools.trace.__main__ import write
 from megatron.fsdp.tools.trace.spans import mark_late_ranks
 from megatron.fsdp.tools.trace.watch import StepWatcher
 from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model
@@ -405,6 +406,14 @@ def test_ranks_without_a_recording_write_nothing(tmp_path: Path) -> None:
     empty = Timeline()
     empty.save(tmp_path / "a.json")
     assert list(tmp_path.iterdir()) == [] and empty.table() == "" and empty.exposed() == {}
+
+
+def test_the_first_rank_of_every_data_parallel_group_writes_a_file(tmp_path: Path) -> None:
+    for rank in (0, 3):
+        recording = RankTrace(rank, "a device", ("<root>",), start=0, end=1, spans=(), clock_error=0, all_meet=True)
+        write(Timeline([recording]), str(tmp_path / "trace"))
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["trace-3.json", "trace.json"]
+    assert '"pid": 0' in (tmp_path / "trace.json").read_text()
 
 
 def test_shortened_names_stay_distinct() -> None:

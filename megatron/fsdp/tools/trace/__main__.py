@@ -86,12 +86,14 @@ def trace_script(arguments: argparse.Namespace) -> None:
 
 
 def write(timeline: Timeline, out: str) -> None:
-    """Write and print the timeline. Does nothing on ranks other than the first."""
+    """Write and print the timeline. Does nothing on ranks other than the first of each data-parallel group."""
     if not timeline.ranks:
         return
+    first = timeline.ranks[0].rank
+    file = f"{out}-{first}.json" if first else f"{out}.json"
     timeline.print()
-    timeline.save(f"{out}.json")
-    print(f"wrote {out}.json, for https://ui.perfetto.dev", flush=True)
+    timeline.save(file)
+    print(f"wrote {file}, for https://ui.perfetto.dev", flush=True)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
