@@ -317,7 +317,13 @@ def _initialized_by_the_caller(by: str) -> None:
     data = Value(torch.ones(2, 4, device=device()))
     with pytest.raises(RuntimeError, match=r"has no values: 0.weight. Call model.to_empty\(device=...\)"):
         model(data)
-    if by == "load":
+    if by == "state":
+        own = model.state_dict()
+        with pytest.raises(RuntimeError, match=r"has no values: 0.weight. Call model.to_empty\(device=...\)"):
+            model(data)
+        mesh, placements = own["0.weight"].device_mesh, own["0.weight"].placements
+        model.load_state_dict({name: distribute_tensor(torch.full((4,), 2.0), mesh, placements) for name in own})
+    elif by == "load":
         model.load_state_dict({"0.weight": torch.full((4,), 2.0), "1.weight": torch.full((4,), 2.0)})
     else:
         model.to_empty(device=device())
@@ -329,7 +335,7 @@ def _initialized_by_the_caller(by: str) -> None:
     assert result.dtype is torch.float64 and (result == 4).all()
 
 
-@pytest.mark.parametrize("by", ["load", "init"])
+@pytest.mark.parametrize("by", ["state", "load", "init"])
 def test_the_caller_initializes_modules_without_a_method_for_it(ranks: RankPool, by: str) -> None:
     ranks.run(2, _initialized_by_the_caller, by)
 
@@ -347,7 +353,7 @@ def _invalid_arguments() -> None:
     with pytest.raises(ValueError, match="expected None or one of"):
         fsdp2.fully_shard(model, mp_policy=fsdp2.MixedPrecisionPolicy(param_dtype=torch.int8))
     assert type(model) is TinyModel
-    fsdp2.fully_shard(model, ignored_params=set(), shard_placement_fn=lambda p: Shard(0) if p.dim() > 1 else None)
+    fsdp2.fully_shard(model, ignored_params=set(), shard_placement_fn=lambda p: Shard(0) if p.dim() > 1 else Shard(-1))
     model.set_requires_gradient_sync(True)
     train(model.to(device()), batches(1, 2))
 

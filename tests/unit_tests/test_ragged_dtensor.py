@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 from megatron.fsdp.dtensor.gathering import gather_full
 from megatron.fsdp.dtensor.placements import RaggedShard, SectionedShard
@@ -152,6 +153,8 @@ def _operations(case: str) -> None:
     whole, ragged = _ragged("rows")
     other_whole, other = _ragged("cut rows")
     _same(ragged.lerp_(other, 0.5), whole.lerp_(other_whole, 0.5))
+    with CommDebugMode():  # it looks into operands for fake tensors
+        _same(ragged * 2, whole * 2)
     # Sums that the dtype cannot hold, and scalars.
     assert torch.full_like(ragged, 3e4, dtype=torch.float16).mean().item() == pytest.approx(3e4)
     assert ragged.sum().sum(0).item() == pytest.approx(whole.sum().item())

@@ -106,7 +106,10 @@ def refuse_memory(*unused: Any, **unused_options: Any) -> Any:
 
 
 def refuse_tracing(*unused: Any) -> Any:
-    """Takes the place of the method by which torch.compile looks into a tensor."""
+    """Takes the place of the method by which torch.compile makes a fake tensor.
+
+    ``__tensor_flatten__`` returns no tensors instead: CommDebugMode also calls it, and only looks for fake ones.
+    """
     raise NotImplementedError(
         "torch.compile and torch.export cannot trace sharded tensors. Compile modules before sharding, and neither the "
         "optimizer's step nor a function around it."

@@ -64,7 +64,6 @@ from megatron.fsdp.fsdp2.marked import (
     shard_if_pending,
 )
 from megatron.fsdp.helpers.weak import not_compiled
-from megatron.fsdp.init.materialize import initialized_by_caller
 from megatron.fsdp.runtime.structure import reject_conversion
 from megatron.fsdp.runtime.unit import Unit, WeightState
 from megatron.fsdp.sharding.layout import parse_granularity
@@ -234,8 +233,7 @@ class FSDPModule(MarkedModule):
             p.is_meta for m in self.modules() for p in m._parameters.values() if p is not None
         ):
             return super()._apply(fn, recurse)
-        with initialized_by_caller(self):
-            model = model_of(self)
+        model = model_of(self)
         reject_conversion((param.main for param in model.engine.params()), fn)
         for module in self.modules():
             for name, buffer in module._buffers.items():
@@ -270,8 +268,7 @@ class FSDPModule(MarkedModule):
             ValueError: A shape differs.
             NotImplementedError: This is a submodule of a sharded model.
         """
-        with initialized_by_caller(self):
-            model = model_of(self)
+        model = model_of(self)
         if owned_model(self) is not model:
             raise NotImplementedError("load_state_dict of a submodule of a sharded model: load into the whole model.")
         return load(model.engine, self, "", state_dict, strict)
@@ -551,7 +548,7 @@ def _check_module(module: nn.Module, placement: Callable[[nn.Parameter], object]
         return
     for owner in module.modules():
         for name, parameter in owner._parameters.items():
-            if parameter is not None and placement(parameter) not in (None, Shard(0)):
+            if parameter is not None and placement(parameter) not in (None, Shard(0), Shard(-parameter.ndim)):
                 raise NotImplementedError(
                     f"shard_placement_fn: expected None or Shard(0), which is all that is supported; got "
                     f"{placement(parameter)} for {type(owner).__name__}.{name}."

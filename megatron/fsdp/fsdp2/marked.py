@@ -24,13 +24,14 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron.fsdp.buffers.parameter import check_class, refuse_early_read
 from megatron.fsdp.comm.backends import compute_device, local_device
+from megatron.fsdp.comm.collectives import all_reduce
 from megatron.fsdp.comm.streams import communication_stream
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.dtensor import torch_patches
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron.fsdp.dtensor.unsupported import refuse_join
 from megatron.fsdp.helpers.autograd import refuse_transforms
-from megatron.fsdp.init.materialize import check_has_values
+from megatron.fsdp.init.materialize import NO_VALUES, check_has_values, initialized_by_caller
 from megatron.fsdp.optim.hooks import attach_at_first_use, attach_if_needed, watch_steps
 from megatron.fsdp.runtime.agreement import as_text, checksum, difference, receive
 from megatron.fsdp.runtime.builder import UnitSettings, build_engine, make_blueprint
@@ -203,11 +204,13 @@ class InPlaceModel:
     Attributes:
         engine: The engine.
         marks: The settings of all marked modules.
+        unset: Names of parameters that were NaN when the model was sharded, for the caller to initialize.
     """
 
     def __init__(self, root: MarkedModule, config: FSDPConfig, index: MeshIndex) -> None:
-        blueprint = make_blueprint(root, config, index, [MarkedModule], mark_of(root).device, _settings_of)
-        self.engine = engine = build_engine(blueprint)
+        with initialized_by_caller(root) as self.unset:
+            blueprint = make_blueprint(root, config, index, [MarkedModule], mark_of(root).device, _settings_of)
+            self.engine = engine = build_engine(blueprint)
         self._agreed = False
         modules = [module for module in root.modules() if isinstance(module, MarkedModule)]
         self.marks = [mark_of(module) for module in modules]
@@ -235,6 +238,7 @@ class InPlaceModel:
             # Sharding waits for no other rank, so this is the first point where ranks can compare their models and
             # receive equal weights.
             self.engine.agree()
+            self._check_has_values()
             self._agreed = True
             self.engine.broadcast_weights()
         for group in self.engine.groups:
@@ -242,6 +246,17 @@ class InPlaceModel:
             # their next unshard reads the main weights again, unless these are quantized in advance.
             if not group.weights.temporary or group.storage is not None:
                 group.weights.invalidate()
+
+    def _check_has_values(self) -> None:
+        """Raise RuntimeError on all ranks if the caller has not initialized a parameter that was NaN."""
+        if params := [param for param in self.engine.params() if param.name in self.unset]:
+            lacking = torch.tensor(
+                [float(local_shard(p.main).isnan().any()) for p in params], device=self.engine.device
+            )
+            context = self.engine.context
+            context.stream.run(functools.partial(all_reduce, lacking, dist.ReduceOp.SUM, context.dp_group)).wait()
+            if lacking.any():
+                raise RuntimeError(NO_VALUES.format(params[int(lacking.argmax())].name))
 
     def update_sync(self) -> None:
         """Apply the synchronization settings of the marked modules: the model synchronizes if all of them do."""

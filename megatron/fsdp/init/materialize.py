@@ -63,27 +63,32 @@ def _missing(part: nn.Module) -> list[str]:
     return [] if set(missing) <= set(_recorded(part)) else missing
 
 
+NO_VALUES = (
+    "The model is on the meta device and has no values: {}. Call model.to_empty(device=...) and initialize it or load "
+    "a state dict, or build it with megatron.fsdp.deferred_init."
+)
+
+
 def check_has_values(module: nn.Module) -> None:
     """Raise RuntimeError if tensors are on the meta device, and there is no recording of their values."""
     for name, part in module.named_modules():
         if missing := _missing(part):
-            raise RuntimeError(
-                f"The model is on the meta device and has no values: {f'{name}.{missing[0]}'.strip('.')}. Call "
-                "model.to_empty(device=...) and initialize it or load a state dict, or build it with "
-                "megatron.fsdp.deferred_init."
-            )
+            raise RuntimeError(NO_VALUES.format(f"{name}.{missing[0]}".strip(".")))
 
 
 @contextmanager
-def initialized_by_caller(module: nn.Module) -> Iterator[None]:
-    """Context in which modules that have no method to initialize them get NaN, for the caller to replace."""
-    lacking = [part for part in module.modules() if reset_method(part) is None and _missing(part)]
-    for part in lacking:
+def initialized_by_caller(module: nn.Module) -> Iterator[list[str]]:
+    """Context in which modules that have no method to initialize them get NaN, for the caller to replace.
+
+    It gives the names of what gets NaN.
+    """
+    lacking = {n: part for n, part in module.named_modules() if reset_method(part) is None and _missing(part)}
+    for part in lacking.values():
         part.__dict__[RESET_METHODS[0]] = functools.partial(_fill_with_nan, part)
     try:
-        yield
+        yield [f"{name}.{key}".strip(".") for name, part in lacking.items() for key in _missing(part)]
     finally:
-        for part in lacking:
+        for part in lacking.values():
             del part.__dict__[RESET_METHODS[0]]
 
 
