@@ -1,9 +1,12 @@
 """Units inside units: the innermost unit owns a parameter. That training is equal is in test_training.py."""
 
+import copy
 import logging
 
+import torch
+
 from megatron_fsdp import fully_shard_model
-from tests.models import logged
+from tests.models import device, logged
 from tests.ranks import RankPool
 from tests.training_models import Gate, Levels, Middle, Outer
 
@@ -28,6 +31,19 @@ _PARTS = ["", ".inner.0", ".inner.0.gate", ".inner.1", ".inner.1.gate"]
 
 def test_the_innermost_unit_owns(ranks: RankPool) -> None:
     ranks.run(2, _owners)
+
+
+def _alone() -> None:
+    torch.manual_seed(1)
+    plain = Levels().to(device())
+    sharded = fully_shard_model(copy.deepcopy(plain), fsdp_unit_modules=[Outer, Middle, Gate])
+    x = torch.randn(2, 7, device=device())
+    with torch.no_grad():
+        torch.testing.assert_close(sharded.module.outer[0](x), plain.outer[0](x))
+
+
+def test_a_unit_with_units_inside_runs_by_itself(ranks: RankPool) -> None:
+    ranks.run(2, _alone)
 
 
 def _log() -> list[list[str]]:

@@ -167,12 +167,11 @@ class Schedule:
         self.passes.prefetched = False
 
     def _follow_writes(self) -> None:
-        """Unshard all weights again if main weights were written since they were unsharded."""
+        """Unshard weights again if main weights were written since; an expert's perhaps by the ranks that hold it."""
         if (written := outdated(self._weights)) and not self.passes.by_caller:
             self.invalidate(written)
-            for unit in self.units:  # ranks that hold an expert may write it alone: no others unshard for this
-                if unit.state is not WeightState.SHARDED:
-                    unit.unshard()
+            for unit in [u for u in self.units if u.state is not WeightState.SHARDED]:
+                unit.unshard(PlaneSet.ALL if unit.keeps_weights else PlaneSet.FORWARD)
 
     def invalidate(self, written: list[WeightBuffer] | None = None) -> None:
         """Mark compute weights as out of date after main weights have changed; the next use unshards again."""
@@ -247,7 +246,7 @@ class Schedule:
             return False
         if unit.is_root and not self.passes.in_backward:
             self._begin_forward()
-        elif self.units[0].state is not WeightState.FORWARD and not self.passes.in_backward:
+        elif not (self.passes.in_backward or any(u.state is WeightState.FORWARD for u in self.units)):
             self._follow_writes()  # the unit was called by itself
             self._keeps = torch.is_grad_enabled()
         unit.hidden |= self._keeps and not torch.is_grad_enabled() and not self.passes.in_backward
@@ -280,7 +279,7 @@ class Schedule:
         grad = torch.is_grad_enabled()
         # Ranks that skip the unit keep it, too, and cannot know that it is checkpointed and has no graph yet.
         self._leave(unit, grad if self.passes.in_backward else self._keeps)
-        if self.units[0].state is not WeightState.FORWARD and not self.passes.in_backward:
+        if not (self.passes.in_backward or any(u.state is WeightState.FORWARD for u in self.units)):
             # Outside of the model's forward its parameters are main weights, also those of units that stay unsharded:
             # what users write to them must not be lost. A hook may have written since the end of the unit's forward.
             for each in self.units:
@@ -296,6 +295,7 @@ class Schedule:
             # Backward begins with the last unit of forward: keep it instead of unsharding it again.
             unit.to(WeightState.UNSHARDED)
             self.passes.kept = unit
+            self._context.unshard_stream.follow()  # a later forward, on another stream, may reshard it
         else:
             unit.reshard(keep=self._keeps and not self.passes.in_backward)
 
