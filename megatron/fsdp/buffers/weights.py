@@ -12,7 +12,7 @@ from megatron.fsdp.buffers.quantizing import QuantizationBatch, SharedBy
 from megatron.fsdp.comm.backends import require_group, runs_ahead
 from megatron.fsdp.comm.collectives import broadcast, collectives_of
 from megatron.fsdp.comm.context import CommContext
-from megatron.fsdp.comm.streams import Handle
+from megatron.fsdp.comm.streams import Handle, is_capturing
 from megatron.fsdp.quantized.storage import Direction, Plane
 from megatron.fsdp.sharding.layout import Layout
 from megatron.fsdp.sharding.mesh import DataParallelAxes
@@ -173,6 +173,7 @@ class WeightBuffer:
         self._loaded: torch.Tensor | None = None
         self.batch: QuantizationBatch | None = None
         self.unsharding: dict[Handle, list[WeightPlane]] = {}
+        self._last: Handle | None = None
         self.version: int | None = None
         self._generation = 0
 
@@ -365,7 +366,9 @@ class WeightBuffer:
         return own.copy_(self.main, non_blocking=True)
 
     def wait(self) -> None:
-        """Make the compute wait for the unshards that were started."""
+        """Make the compute, which may be on another stream than before, wait for the unshards that were started."""
+        if self._last is not None:
+            self._last.wait()
         for handle in list(self.unsharding):
             try:
                 handle.wait()
@@ -374,6 +377,7 @@ class WeightBuffer:
                 waited = self.unsharding.pop(handle) if handle.done else []
             for plane in waited:
                 plane.is_current = True
+            self._last = None if is_capturing() else handle  # an event of one capture is none of another
 
     def reshard(self, keep: bool = False) -> None:
         """Free temporary compute weights, which nothing reads after the compute issued so far.

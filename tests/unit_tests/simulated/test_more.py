@@ -375,3 +375,25 @@ def _delete(what: str, settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize("what", IN_FLIGHT)
 def test_a_model_is_deleted_while_tasks_are_in_flight(ranks: RankPool, what: str, settings: str) -> None:
     ranks.run(1, _delete, what, SETTINGS[settings])
+
+
+def _on_two_streams(settings: dict[str, Any]) -> None:
+    """The caller orders each stream after the step, and none after the other."""
+    with fake_ranks(4), simulated_device(5.0) as sim:
+        model, optimizer = sharded(**settings)
+        tokens, streams = batches(1, 1).to(DEVICE)[0, 0], [torch.cuda.Stream(), torch.cuda.Stream()]
+        for with_gradients in (False, True):
+            _step(model, optimizer, tokens)
+            for stream in streams:
+                stream.wait_stream(torch.cuda.current_stream())
+            for stream in streams:
+                with torch.cuda.stream(stream), torch.set_grad_enabled(with_gradients):
+                    model(tokens).sum()
+            for stream in streams:
+                torch.cuda.current_stream().wait_stream(stream)
+        assert_clean(sim)
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_forwards_on_two_streams(ranks: RankPool, settings: str) -> None:
+    ranks.run(1, _on_two_streams, SETTINGS[settings])
