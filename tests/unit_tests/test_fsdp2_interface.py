@@ -58,6 +58,24 @@ def test_dtypes_per_parameter_are_refused(ranks: RankPool) -> None:
     ranks.run(1, _dtypes_per_parameter)
 
 
+def _early_reads() -> None:
+    """Names of DTensors shard the model of a parameter that was reached as an attribute."""
+    torch.manual_seed(0)
+    model = TinyModel().to(device())
+    right = model.head.weight.detach().clone()
+    fsdp2.fully_shard(model.head)
+    fsdp2.fully_shard(model)
+    kept = model.head.weight
+    assert not hasattr(kept, "missing") and type(kept.data) is torch.Tensor
+    assert torch.equal(kept.full_tensor(), right)  # type: ignore[operator]
+    assert model.head.weight.placements == kept.placements
+    assert torch.equal(kept.to_local(), model.head.weight.to_local())
+
+
+def test_reads_of_shards_before_the_first_forward(ranks: RankPool) -> None:
+    ranks.run(2, _early_reads)
+
+
 def _transformed() -> None:
     model = TinyModel().to(device())
     fsdp2.fully_shard(model.blocks[0])

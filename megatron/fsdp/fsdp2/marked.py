@@ -123,6 +123,25 @@ _MODEL = "_fsdp_model"
 _pending: weakref.WeakSet[MarkedModule] = weakref.WeakSet()
 
 
+class _Unsharded(nn.Parameter):
+    """A parameter of a marked module that is not sharded yet: the first use as a DTensor shards the model."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("full_tensor", "to_local", "redistribute", "device_mesh", "placements"):
+            for module in list(_pending):
+                if any(p is self for part in module.modules() for p in part._parameters.values()):
+                    shard_if_pending(module)
+                    return getattr(self, name)  # of the sharded parameter, which this one stands for now
+        raise AttributeError(f"'Parameter' object has no attribute '{name}'")
+
+
+def _set_class(root: nn.Module, before: type, after: type) -> None:
+    for module in root.modules():
+        for parameter in module._parameters.values():
+            if type(parameter) is before:
+                parameter.__class__ = after
+
+
 def mark_of(module: nn.Module) -> Mark:
     """Return the settings of a marked module."""
     mark: Mark = module.__dict__[_MARK]
@@ -138,6 +157,7 @@ def set_mark(module: MarkedModule, mark: Mark) -> None:
         for name, parameter in nn.Module.named_parameters(module)  # the module's own method would shard it
         if parameter.requires_grad and parameter not in ignored
     ]
+    _set_class(module, nn.Parameter, _Unsharded)
     _pending.add(module)
     torch_patches.apply()  # state dicts may be the first need
     _watch_steps()
@@ -336,6 +356,7 @@ def _shard(root: MarkedModule) -> None:
         _pending.discard(module)
         while guards := mark_of(module).guards:
             guards.pop().remove()
+    _set_class(root, _Unsharded, nn.Parameter)
     try:
         root.__dict__[_MODEL] = InPlaceModel(root, config, _with_tensor_parallel(mark.index, tensors))
     except BaseException:
