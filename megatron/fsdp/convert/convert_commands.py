@@ -124,6 +124,9 @@ def convert(input_dir: Path, output_dir: Path, format: str | None, **options: An
     shown = ("parameters", "step", "lr", "weight_decay", EXPERTS)
     groups = [", ".join(f"{name} {group.get(name)}" for name in shown) for group in facts["optimizer_groups"]]
     end = f"Converted checkpoint saved to {output_dir}. Train from it with FSDP and --load {output_dir}."
+    if not state.optimizer_state:
+        dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in written.tensors.values()})
+        end += f" It has no optimizer state, and weights in {' and '.join(dtypes)}: add --no-load-optim or --finetune."
     if other == TORCH_DIST and not tracked_as(output_dir):
         end += " Megatron's DDP loads it only from a folder with a name such as iter_0000100: convert it into one."
     return Result(facts, facts | {"optimizer_groups": groups}, end)

@@ -323,6 +323,7 @@ LIMITS: tuple[Limit, ...] = (
         "Leave pipeline_model_parallel_size at 1.",
         lambda s: bool(s["has_cond_embedder"] or s["flextron"]) and (s["pipeline_model_parallel_size"] or 1) > 1,
     ),
+    _not_yet("freeze_all_layers", "runs that train nothing", "Leave use_megatron_fsdp off."),
     _not_yet("optimizer_cuda_graph", "capturing the optimizer's step in a CUDA graph"),
     _not_yet(
         "create_all_gather_group with several optimizer instances",
