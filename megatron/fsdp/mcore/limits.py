@@ -257,10 +257,9 @@ LIMITS: tuple[Limit, ...] = (
         "Train with Megatron's DistributedDataParallel to save them.",
     ),
     Limit(
-        "save_params_interval with sharded weights",
-        "The files would have one rank's shards only.",
+        "save_params_interval",
+        "The files would have one rank's DTensors.",
         "Save checkpoints (--save-interval).",
-        condition=lambda s: bool(s["save_params_interval"]) and s["data_parallel_sharding_strategy"] != "no_shard",
     ),
     Limit(
         "check_weight_hash_across_dp_replicas_interval with optim_grads_params",

@@ -59,7 +59,7 @@ BROKEN: dict[str, dict[str, Any]] = {
         "moe_latent_size": 8,
         "overlap_moe_expert_parallel_comm": True,
     },
-    "save_params_interval with sharded weights": {"save_params_interval": 10},
+    "save_params_interval": {"save_params_interval": 10},
     "check_weight_hash_across_dp_replicas_interval with optim_grads_params": {
         "check_weight_hash_across_dp_replicas_interval": 1,
         "data_parallel_sharding_strategy": "optim_grads_params",
@@ -138,7 +138,7 @@ def test_each_limit_is_an_error_that_says_what_to_do(limit: limits.Limit) -> Non
         ("--save /mnt/bucket/run --load runs/s3", ""),
         ("--save-params-interval 5 --data-parallel-sharding-strategy optim", "save_params_interval"),
         ("--save-params-interval 5 --data-parallel-sharding-strategy optim_grads_params", "save_params_interval"),
-        ("--save-params-interval 5 --data-parallel-sharding-strategy no_shard", ""),
+        ("--save-params-interval 5 --data-parallel-sharding-strategy no_shard", "save_params_interval"),
         ("--check-weight-hash-across-dp-replicas-interval 1", "check_weight_hash_across_dp_replicas_interval with"),
         (
             "--check-weight-hash-across-dp-replicas-interval 1 --data-parallel-sharding-strategy optim_grads",
