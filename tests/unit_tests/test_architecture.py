@@ -42,10 +42,10 @@ BUDGETS = {
     "megatron/fsdp/runtime": 2_675,
     "megatron/fsdp/sharding": 692,
     "megatron/fsdp/state": 691,
-    "megatron/fsdp/tools": 3_310,
+    "megatron/fsdp/tools": 3_311,
     "megatron/fsdp/tools/predict": 1_680,
     "megatron_fsdp": 150,
-    "tests": 40_619,
+    "tests": 40_640,
 }
 
 # Phrases, as regular expressions, and the word that people of this field search for.

@@ -265,6 +265,12 @@ def test_bad_input(
     assert message in capsys.readouterr().err
 
 
+def test_bf16_is_said_to_hide_differences(capsys: pytest.CaptureFixture[str]) -> None:
+    for precision in compare_runs.TOLERANCES:
+        assert verify._report(compare_runs.RunComparison(), precision) == 0
+        assert ("--dtype fp32" in capsys.readouterr().out) is (precision == "bf16")
+
+
 def not_a_model() -> int:
     return 3
 
