@@ -250,6 +250,32 @@ def test_differences_at_every_level() -> None:
     assert differences(model, dataclasses.replace(model, experts=None))[0].startswith("experts: ")
 
 
+_SCALED = {"rope_type": "yarn", "factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_scaling": _SCALED, "max_position_embeddings": 4096},
+        {"rope_scaling": _SCALED, "rope_parameters": {"rope_type": "default", "rope_theta": 5.0}, "rope_theta": 7.0},
+        {"rope_scaling": {**_SCALED, "original_max_position_embeddings": 64}, "original_max_position_embeddings": 32},
+    ],
+)
+def test_rotary_settings_mean_what_they_mean_in_transformers(rope: dict[str, Any]) -> None:
+    transformers = pytest.importorskip("transformers", "5.0")
+    config = transformers.LlamaConfig(**json.loads(json.dumps({**LLAMA, **rope})))
+    config.standardize_rope_params()  # as the model calls it
+    understood = config.to_dict()["rope_parameters"]
+    assert from_config({**LLAMA, **rope}).rope == from_config({**LLAMA, "rope_parameters": understood}).rope
+
+
+def test_without_a_length_before_the_extension_llama3_extends_the_present_one() -> None:
+    scaled = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    with pytest.raises(NotImplementedError, match="original_max_position_embeddings: expected 8192, .*; got 2048"):
+        from_config({**LLAMA, "rope_scaling": scaled})
+    assert from_config({**LLAMA, "rope_scaling": scaled, "max_position_embeddings": 8192}).rope.kind == "llama3"
+
+
 def test_tokens_that_a_smaller_vocabulary_lacks_are_not_left_out(tmp_path: Path) -> None:
     args = to_args(described("llama", tmp_path), "local", 128, torch.float32)
     with pytest.raises(ValueError, match=rf"expected a vocab_size of at most \d+, .*; got {args.vocab_size}\. Give"):

@@ -34,6 +34,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 # Constants in the code of Megatron's rotary embedding, which no argument sets.
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
+_ORIGINAL = "original_max_position_embeddings"
+
 # The keys in config.json of the fields of ``Sizes`` and ``Latent``.
 _SIZES = {
     "vocabulary": "vocab_size",
@@ -157,8 +159,8 @@ def _attention(config: Settings, sizes: Sizes) -> Attention:
 
 
 def _rope(config: Settings) -> Rope:
-    # transformers 5 has one rope_parameters. Older versions have rope_theta and rope_scaling.
-    values = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    # transformers 5 has one rope_parameters. Older versions have rope_theta and rope_scaling, which precedes it.
+    values = config.get("rope_scaling") or config.get("rope_parameters") or {}
     base = float(values.get("rope_theta") or config.get("rope_theta", 10000.0))
     kind = str(values.get("rope_type") or values.get("type") or "default")
     if float(values.get("partial_rotary_factor") or config.get("partial_rotary_factor", 1.0)) != 1.0:
@@ -166,9 +168,10 @@ def _rope(config: Settings) -> Rope:
     if kind == "default":
         return Rope(base)
     if kind == "llama3" and config.architecture != "deepseek_v3":
+        given = {**LLAMA3, **values, _ORIGINAL: _original(config, values)}
         for key, expected in LLAMA3.items():
-            if values.get(key, expected) != expected:
-                config.problems.append(f"rope {key}: expected {expected}, Megatron's constant; got {values[key]}")
+            if given[key] != expected:
+                config.problems.append(f"rope {key}: expected {expected}, Megatron's constant; got {given[key]}")
         if not values.get("factor"):
             raise ValueError(f"config.json: rope factor: expected a number with llama3; got {values.get('factor')!r}.")
         return Rope(base, "llama3", float(values["factor"]), int(LLAMA3["original_max_position_embeddings"]))
@@ -178,8 +181,13 @@ def _rope(config: Settings) -> Rope:
     return Rope(base)
 
 
+def _original(config: Settings, values: Mapping[str, Any]) -> int:
+    """The sequence length before its extension. As in transformers 5, a setting outside of rope's precedes it."""
+    return int(config.get(_ORIGINAL) or values.get(_ORIGINAL) or config.get("max_position_embeddings"))
+
+
 def _yarn(config: Settings, values: Mapping[str, Any], base: float) -> Rope:
-    original = int(values.get("original_max_position_embeddings") or config.get("max_position_embeddings"))
+    original = _original(config, values)
     mscale, mscale_all = values.get("mscale"), values.get("mscale_all_dim")
     if mscale_all and not mscale:
         config.problems.append("rope mscale_all_dim: expected mscale as well")
