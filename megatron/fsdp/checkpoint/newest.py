@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
+from megatron.fsdp.checkpoint.checksums import METADATA
 from megatron.fsdp.checkpoint.coordination import attempt, from_rank_0
 from megatron.fsdp.checkpoint.loading import check_files
 from megatron.fsdp.checkpoint.reader import CheckpointReader, open_checkpoint
@@ -62,8 +63,18 @@ def newest_complete_checkpoint(folder: str | os.PathLike, check: bool = True) ->
 
     Returns:
         The subfolder, the same on all ranks; None if no checkpoint is complete.
+
+    Raises:
+        ValueError: Names of checkpoints differ in more than the number, such as dates, or epochs and steps.
     """
     found = from_rank_0(lambda: _numbered(as_path(folder)))
+    saved = from_rank_0(lambda: [path.name for path in found if (path / METADATA).is_file()])
+    kinds = {name.rstrip("0123456789"): name for name in saved}
+    if len(kinds) > 1:
+        raise ValueError(
+            f"{folder}: expected checkpoints whose names differ in the number at their end only, which tells the "
+            f"newest; got {' and '.join(sorted(kinds.values())[:2])}. Rename them, or give each kind its own folder."
+        )
     chosen = _first_complete(found, check)
     return None if chosen is None else found[chosen]
 

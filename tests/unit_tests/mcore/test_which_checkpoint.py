@@ -263,6 +263,13 @@ def test_the_newest_complete_checkpoint_of_any_loop(checkpoints: Path, caplog: p
     assert newest_complete_checkpoint(checkpoints) == checkpoints / "step-11", "11 > 2, unlike the names' order"
 
 
+def test_numbers_of_different_kinds_do_not_tell_the_newest(checkpoints: Path) -> None:
+    for number, name in ((10, "run-2026-11-30"), (20, "run-2026-12-01")):
+        (checkpoints / f"iter_00000{number}").rename(checkpoints / name)
+    with pytest.raises(ValueError, match=r"number at their end only.*; got run-2026-11-30 and run-2026-12-01\. Rename"):
+        newest_complete_checkpoint(checkpoints)
+
+
 def test_a_damaged_checkpoint_is_not_the_newest(checkpoints: Path) -> None:
     data = next((checkpoints / "iter_0000020").glob("*.distcp"))
     content = bytearray(data.read_bytes())
