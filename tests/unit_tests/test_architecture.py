@@ -36,7 +36,7 @@ BUDGETS = {
     "megatron/fsdp/mcore": 2_741,
     "megatron/fsdp/mcore/cpu": 730,
     "megatron/fsdp/naming": 250,
-    "megatron/fsdp/optim": 968,
+    "megatron/fsdp/optim": 1_063,
     "megatron/fsdp/quantized": 305,
     "megatron/fsdp/quantized/reference": 390,
     "megatron/fsdp/runtime": 2_675,
@@ -45,7 +45,7 @@ BUDGETS = {
     "megatron/fsdp/tools": 3_310,
     "megatron/fsdp/tools/predict": 1_680,
     "megatron_fsdp": 150,
-    "tests": 40_674,
+    "tests": 40_711,
 }
 
 # Phrases, as regular expressions, and the word that people of this field search for.

@@ -15,7 +15,7 @@ from megatron.fsdp.api.megatron_fsdp import MegatronFSDP
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.helpers.arguments import check_arguments, check_type
 from megatron.fsdp.optim.classes import require_known
-from megatron.fsdp.optim.hooks import ZeroGrad, attach_at_first_use, attach_optimizer
+from megatron.fsdp.optim.hooks import ZeroGrad, attach_at_first_use, attach_optimizer, wrapped_by
 from megatron.fsdp.runtime.partition import UnitClasses
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
 
@@ -303,6 +303,6 @@ def fully_shard(
         The sharded model, and the same optimizer.
     """
     check_type("optimizer", optimizer, torch.optim.Optimizer)
-    require_known(optimizer)
+    require_known(wrapped_by(optimizer) or optimizer)
     model = fully_shard_model(module, *arguments, **settings)
     return model, fully_shard_optimizer(optimizer)

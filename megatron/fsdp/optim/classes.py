@@ -13,9 +13,12 @@ import torch
 from megatron.fsdp.buffers.parameter_group import ParameterGroup
 from megatron.fsdp.helpers.arguments import full_name
 from megatron.fsdp.optim.block_state import check_blocks
+from megatron.fsdp.optim.trial import looks_at_more
 
 # What the update of one element depends on, from least to most.
 LOOKS_AT = ("element", "matrix", "parameter")
+# The granularity that keeps together what is looked at.
+_GRANULARITY = {"matrix": "tensor", "parameter": "parameter"}
 
 
 # Optimizers that update each element from its own gradient and state, and from scalars of its parameter.
@@ -153,6 +156,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, groups: Iterable[Parameter
     held = {id(p) for options in optimizer.param_groups for p in options["params"]}
     if not _registered.isdisjoint(type(optimizer).__mro__):
         _require_no_copies(optimizer)
+        _require_as_declared(optimizer, kind)
     of_optimizer = [
         (param, group.is_divided(i))
         for group in groups
@@ -183,7 +187,7 @@ def require_known(optimizer: torch.optim.Optimizer) -> str:
             f"each element from that element's gradient and state only, call "
             f"megatron_fsdp.register_optimizer({cls.__name__}, 'element') first. If it looks at full matrices or "
             "full parameters, register it as 'matrix' or 'parameter', and shard the model with "
-            "shard_granularity='tensor' or 'parameter'."
+            "shard_granularity='tensor' or 'parameter'. One that looks at several parameters at once cannot be used."
         )
     return kind
 
@@ -205,6 +209,25 @@ def _require_no_copies(optimizer: torch.optim.Optimizer) -> None:
                 )
 
 
+def _require_as_declared(optimizer: torch.optim.Optimizer, kind: str) -> None:
+    """Raise if a trial shows that a registered optimizer looks at more than was declared."""
+    if not looks_at_more(optimizer, kind):
+        return
+    name = type(optimizer).__name__
+    others = LOOKS_AT[LOOKS_AT.index(kind) + 1 :]
+    fitting = next((other for other in others if not looks_at_more(optimizer, other)), None)
+    raise ValueError(
+        f"{name} is registered as {kind!r}, but in trial steps, parameters that were split between two ranks in that "
+        "way got other updates than full ones. "
+        + (
+            f"Expected register_optimizer({name}, {fitting!r}), with shard_granularity={_GRANULARITY[fitting]!r}."
+            if fitting
+            else "It looks at several parameters at once, such as a norm of all gradients, which is not supported. Use "
+            "an optimizer, or settings, for which each parameter's update depends on that parameter only."
+        )
+    )
+
+
 def _is_like(value: object, shapes: set[torch.Size]) -> bool:
     return isinstance(value, torch.Tensor) and value.shape in shapes
 
@@ -212,9 +235,9 @@ def _is_like(value: object, shapes: set[torch.Size]) -> bool:
 def _check_full(optimizer: torch.optim.Optimizer, kind: str, divided: list[str]) -> None:
     if divided:
         what = {"matrix": "matrices", "parameter": "parameters"}[kind]
-        granularity = {"matrix": "tensor", "parameter": "parameter"}[kind]
         raise ValueError(
             f"{type(optimizer).__name__} looks at full {what}, and {len(divided)} of its parameters are split "
             f"between ranks: {', '.join(divided[:3])}{', ...' if len(divided) > 3 else ''}. Shard the model with "
-            f"shard_granularity={granularity!r} (and without tensor parallelism, which splits parameters as well)."
+            f"shard_granularity={_GRANULARITY[kind]!r} "
+            "(and without tensor parallelism, which splits parameters as well)."
         )

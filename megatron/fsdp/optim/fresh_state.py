@@ -7,7 +7,6 @@ initial values that the first step would create.
 """
 
 import logging
-from collections import defaultdict
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from megatron.fsdp.dtensor.ragged_dtensor import make_like
 from megatron.fsdp.optim.block_state import initial_state
 from megatron.fsdp.optim.classes import BY_PARAMETER, looks_at, updates_like
 from megatron.fsdp.optim.local_step import State, move_scales
+from megatron.fsdp.optim.trial import twin_of
 
 logger = logging.getLogger(__name__)
 
@@ -29,15 +29,6 @@ _INITIAL: dict[str, float | str] = {"mu_product": 1.0, "mu": 1.0, "eta": "lr", "
 _NONE_YET = -0.0
 # Dimensions of the trial parameter. They are distinct, so that state of this shape must be shaped like its parameter.
 _DISTINCT = (2, 3, 5, 7, 11, 13, 17, 19)
-# Private attributes of torch.optim.Optimizer: the hooks that the optimizer's trial step must not call.
-_HOOKS = (
-    "_optimizer_step_pre_hooks",
-    "_optimizer_step_post_hooks",
-    "_optimizer_state_dict_pre_hooks",
-    "_optimizer_state_dict_post_hooks",
-    "_optimizer_load_state_dict_pre_hooks",
-    "_optimizer_load_state_dict_post_hooks",
-)
 
 
 class FreshState:
@@ -189,12 +180,7 @@ def _state_after_a_step(
         The state, and what the step has added to the options of the parameter's group: a count of steps.
     """
     tiny.grad = torch.zeros_like(tiny)
-    # Copy the attributes and not the constructor's arguments, which are unknown for subclasses.
-    twin = object.__new__(type(optimizer))
-    twin.__dict__.update(optimizer.__dict__)
-    twin.__dict__.update({name: {} for name in _HOOKS})
-    twin.state = defaultdict(dict)
-    twin.param_groups = [{**options, "params": [tiny]}]
+    twin = twin_of(optimizer, [{**options, "params": [tiny]}])
     # Call the class's step: a learning rate scheduler may have replaced the attribute to count steps.
     type(optimizer).step(twin)
     return twin.state[tiny], {key: value for key, value in twin.param_groups[0].items() if key not in options}

@@ -67,6 +67,8 @@ def watch_steps() -> None:
 
 def attach_if_needed(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
     """Attach an optimizer that has parameters of engines and is not attached, or has got parameters since."""
+    if _attach_wrapped(optimizer, attach_if_needed):
+        return
     _restore(optimizer)
     now = _generation, sum(len(options["params"]) for options in optimizer.param_groups)
     if _seen.get(optimizer) != now:
@@ -76,6 +78,26 @@ def attach_if_needed(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
         _seen[optimizer] = now
     if (attachment := attachment_of(optimizer)) is not None:
         attachment.surround_update()
+
+
+def wrapped_by(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
+    """The optimizer that a wrapper, such as Lookahead or SAM, keeps and shares its parameter groups with."""
+    kept = (value for value in vars(optimizer).values() if isinstance(value, torch.optim.Optimizer))
+    return next((k for k in kept if k is not optimizer and k.param_groups is optimizer.param_groups), None)
+
+
+def _attach_wrapped(wrapper: torch.optim.Optimizer, attach: Callable[[torch.optim.Optimizer], None]) -> bool:
+    """Attach the optimizer inside a wrapper, whose own updates see DTensors; False if it is no wrapper."""
+    inner = wrapped_by(wrapper)
+    if inner is None:
+        return False
+    attach(inner)
+    params = {id(param.original): param for engine in engines_of(_parameters(inner)) for param in engine.params()}
+    for parameter in list(wrapper.state):
+        _main_weight(wrapper, parameter, params.get(id(parameter)))
+    if (attachment := attachment_of(inner)) is not None:
+        attachment.shard_state(wrapper)
+    return True
 
 
 def _restore(optimizer: torch.optim.Optimizer) -> None:
@@ -117,6 +139,8 @@ def attach_optimizer(optimizer: torch.optim.Optimizer, needs_gradient: bool = Tr
             matrices or parameters, and some are split between ranks.
         NotImplementedError: It is unknown whether the optimizer can update shards.
     """
+    if _attach_wrapped(optimizer, functools.partial(attach_optimizer, needs_gradient=needs_gradient)):
+        return
     engines = engines_of(_parameters(optimizer))
     if not engines:
         raise ValueError(
