@@ -77,9 +77,9 @@ def test_step_with_a_closure(ranks: RankPool) -> None:
 
 
 class Interrupted(torch.optim.SGD):
-    """Raises in the middle of its first step."""
+    """Raises in the middle of its next step, if ``failed`` is False."""
 
-    failed = False
+    failed = True
 
     def step(self, closure: Callable | None = None) -> None:  # type: ignore[override]
         if not self.failed:
@@ -98,6 +98,7 @@ def _after_a_step_that_raised() -> None:
     reference = Interrupted(plain.parameters(), lr=0.1)
     for each, update in ((plain, reference), (sharded, optimizer)):
         loss_of(each, batches(1, 1)[0, 0]).backward()
+        update.failed = False  # type: ignore[attr-defined]
         with pytest.raises(KeyboardInterrupt):
             update.step()
         update.zero_grad()
@@ -119,6 +120,7 @@ def _step_that_raises() -> None:
     model = TinyModel()
     sharded, optimizer = fully_shard(model, Interrupted(model.parameters(), lr=0.1), fsdp_unit_modules=[Block])
     loss_of(sharded, batches(1, 1)[0, 0]).backward()
+    optimizer.failed = False  # type: ignore[attr-defined]
     with pytest.raises(KeyboardInterrupt):
         optimizer.step()
     before = main_weights(sharded)
