@@ -18,11 +18,14 @@ from megatron.fsdp.comm.hang_report import describe, name_ranks
 from megatron.fsdp.comm.journal import (
     JOURNAL,
     MAX_KEPT,
+    REPORT_AFTER,
+    SECONDS_TO_REPORT,
     Journal,
     Log,
     Watchdog,
     _rounds,
     _watchdogs,
+    seconds_to_report,
     watch,
     whereabouts,
 )
@@ -423,6 +426,15 @@ def test_the_watchdog_outlives_errors_and_logs_each_once(ranks: RankPool) -> Non
     ((logged, told),) = ranks.run(1, _watch_with_errors)
     assert logged == ["FSDP: the watchdog could not check whether communication is stuck: RuntimeError: device failed"]
     assert len(told) == 1 and "gather a" in told[0]
+
+
+def test_the_time_before_a_report_is_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    for given, seconds in (("", SECONDS_TO_REPORT), ("2.5", 2.5), ("0", float("inf"))):
+        monkeypatch.setenv(REPORT_AFTER, given)
+        assert seconds_to_report() == seconds
+    monkeypatch.setenv(REPORT_AFTER, "10s")
+    with pytest.raises(ValueError, match=f"{REPORT_AFTER}: expected seconds.*got '10s'"):
+        seconds_to_report()
 
 
 def test_nothing_is_reported_while_operations_are_issued() -> None:

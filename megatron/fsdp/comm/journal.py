@@ -453,6 +453,15 @@ def _act_on(report: Report) -> None:
 _watchdogs: list[Watchdog] = []
 
 
+def seconds_to_report() -> float:
+    """The length of a wait after which ranks report it; infinite if they never do."""
+    given = os.environ.get(REPORT_AFTER) or SECONDS_TO_REPORT
+    try:
+        return float(given) or float("inf")
+    except ValueError:
+        raise ValueError(f"{REPORT_AFTER}: expected seconds, or 0 for no report; got {given!r}.") from None
+
+
 def watch(group: dist.ProcessGroup, device: torch.device, watches: bool = True) -> Channel:
     """Start the watchdog of this process, unless it is running or there are no other ranks to wait for.
 
@@ -465,7 +474,7 @@ def watch(group: dist.ProcessGroup, device: torch.device, watches: bool = True) 
         The channel that records the model's operations.
     """
     if not _watchdogs and moves_data(group) and dist.get_world_size() > 1:
-        seconds = float(os.environ.get(REPORT_AFTER, SECONDS_TO_REPORT)) or float("inf")
+        seconds = seconds_to_report()
         if backend_of(group, device).ends_process:
             # Early enough for all ranks to answer before the backend ends the first process.
             limit = (timeout_of(group) or timedelta(seconds=600)).total_seconds()

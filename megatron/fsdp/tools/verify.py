@@ -49,7 +49,7 @@ def main() -> int:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    parser.add_argument("--ranks", type=int, default=int(os.environ.get("WORLD_SIZE", "2")), help="ranks (or 2)")
+    parser.add_argument("--ranks", type=int, default=2, help="ranks, started here (or 2)")
     parser.add_argument("--steps", type=int, default=5, help="training steps (or 5)")
     plain = parser.add_argument_group("programs of plain PyTorch")
     plain.add_argument(
