@@ -145,14 +145,14 @@ def _replaced(folder: str) -> None:
     model = fully_shard_model(source, fsdp_unit_modules=[type(source.model.layers[0])])
     for round, largest in enumerate((1 << 30, 5000, 15000, 1 << 30)):
         with torch.no_grad():
-            model.module.model.norm.weight.fill_(1 + round + 2**-12)
+            source.model.norm.weight.fill_(1 + round + 2**-12)
         save_safetensors(model, folder, torch.float32, largest)
         loaded = transformers.LlamaForCausalLM.from_pretrained(folder)
         assert loaded.dtype == torch.float32 and model.config.dtype == torch.bfloat16
         assert torch.equal(loaded.model.norm.weight, torch.full((24,), 1 + round + 2**-12))
     assert [path.name for path in Path(folder).glob("*.safetensors*")] == ["model.safetensors"]
     with torch.no_grad():
-        model.module.model.norm.weight.mul_(1e5)
+        source.model.norm.weight.mul_(1e5)
     with pytest.raises(ValueError, match=r"model\.norm\.weight: expected values within .*float16"):
         save_safetensors(model, folder, torch.float16)
 

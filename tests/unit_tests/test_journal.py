@@ -202,7 +202,7 @@ def _ask_a_busy_store() -> float:
     start = time.monotonic()
     asked.publish("key", "text")
     seconds = time.monotonic() - start
-    store.clone().set("end", "")
+    store.clone().set("end", "")  # type: ignore[attr-defined]
     waiting.join()
     return seconds
 

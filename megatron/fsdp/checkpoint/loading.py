@@ -4,7 +4,7 @@ import logging
 import math
 import numbers
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -119,8 +119,8 @@ def _filling(state_dict: dict[str, Any]) -> Strictness:
 
 def _unfilled(value: Any, path: str = "") -> Iterator[str]:
     """Beginnings of keys that would belong into an empty dict, or behind the last element of a list."""
-    entries = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
-    for key, entry in entries:
+    entries: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, Mapping) else ()
+    for key, entry in enumerate(value) if isinstance(value, list) else entries:
         yield from _unfilled(entry, f"{path}{key}.")
     if isinstance(value, list):
         yield f"{path}{len(value)}."

@@ -11,7 +11,8 @@ MAX_HOSTS = 4
 
 REMEDY = (
     "Every rank must run the same forwards, backwards and steps, including in evaluation, when saving, after an "
-    "exception that is caught, and at the end of the data."
+    "exception that is caught, and at the end of the data, and write the same parameters, with or without elements "
+    "there: else call mark_weights_changed() on all."
 )
 _NEXT = (
     "This report sees only the collectives of Megatron-FSDP. To look further, before the process group's timeout (NCCL "

@@ -62,15 +62,6 @@ FAILED = "Communication with other ranks has failed."
 # Names of rounds: by number, one for the last answers of processes that have ended, and one for the hosts, which every
 # rank publishes beforehand: a rank that does not answer is the one to look for.
 _PREFIX, _ENDED, _HOSTS = "journal", "journal/ended", "journal/hosts"
-_REMEDY = (
-    "Every rank must run the same forwards, backwards and steps, including in evaluation, when saving, after an "
-    "exception that is caught, and at the end of the data, and write the same parameters, with or without elements "
-    "there: else call mark_weights_changed() on all."
-)
-_NEXT = (
-    "This report sees only the collectives of Megatron-FSDP. To look further, before the process group's timeout (NCCL "
-    "timeout) ends the job: py-spy dump --pid PID, and torch's Flight Recorder; see docs/hangs.md."
-)
 
 
 class Log:

@@ -29,7 +29,7 @@ def _open_store() -> dist.Store:
         store = dist.distributed_c10d._get_default_store()
         with suppress(RuntimeError):  # one in Python has no ``clone``
             # A client waits for one thing at a time: torch's own may wait minutes for a communicator of NCCL.
-            store = store.clone()
+            store = store.clone()  # type: ignore[attr-defined]
         number = store.add(f"megatron_fsdp/groups/{dist.get_rank()}", 1)
         _stores[world] = dist.PrefixStore(f"megatron_fsdp/{number}", store)
     return _stores[world]

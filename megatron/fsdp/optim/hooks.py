@@ -93,7 +93,7 @@ def _attach_wrapped(wrapper: torch.optim.Optimizer, attach: Callable[[torch.opti
         return False
     attach(inner)
     params = {id(param.original): param for engine in engines_of(_parameters(inner)) for param in engine.params()}
-    for parameter in list(wrapper.state):
+    for parameter in [key for key in wrapper.state if isinstance(key, nn.Parameter)]:
         _main_weight(wrapper, parameter, params.get(id(parameter)))
     if (attachment := attachment_of(inner)) is not None:
         attachment.shard_state(wrapper)

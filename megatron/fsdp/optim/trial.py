@@ -78,7 +78,7 @@ def looks_at_more(optimizer: torch.optim.Optimizer, kind: str) -> bool:
 
 def _train(optimizer: torch.optim.Optimizer, tiny: list[_Tiny], rows: list[slice], seed: int) -> list[torch.Tensor]:
     """Take steps on these rows of the parameters; return the changes of each."""
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed() would also seed the devices
     given = [nn.Parameter(each.value[mine].clone()) for each, mine in zip(tiny, rows, strict=True)]
     before = [parameter.detach().clone() for parameter in given]
     groups = [copy.deepcopy({**options, "params": []}) for options in optimizer.param_groups[:_GROUPS]]

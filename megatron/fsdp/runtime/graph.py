@@ -246,7 +246,7 @@ def _entered_aside(edges: list[tuple[Any, int]], passed: "set[Unit]") -> dict[An
             unit = node.unit()
         elif (weight := getattr(node, "variable", None)) is not None and (engine := owner_of(weight)) is not None:
             unit = engine.unit_with(weight)
-        for each in (unit, *(reference() for reference in node.metadata.get(_GRADIENTS, ()))):
+        for each in [unit, *[reference() for reference in node.metadata.get(_GRADIENTS, ())]]:
             if each is not None and each not in inside and (schedule := each.schedule()) is not None:
                 entered[schedule][each] = None
                 passed.add(each)

@@ -19,6 +19,7 @@ from torch import nn
 
 from megatron.fsdp.buffers.parameter import ShardedParameter
 from megatron.fsdp.checkpoint.coordination import agreed
+from megatron.fsdp.checkpoint.lazy import of
 from megatron.fsdp.comm.backends import HOST
 from megatron.fsdp.dtensor.gathering import gather_full
 from megatron.fsdp.helpers.weak import weak_method

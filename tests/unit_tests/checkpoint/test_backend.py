@@ -22,6 +22,7 @@ from megatron.fsdp.checkpoint.matching import Reaction, Strictness
 from megatron.fsdp.checkpoint.newest import newest_complete
 from megatron.fsdp.checkpoint.reader import open_checkpoint
 from megatron.fsdp.checkpoint.safe_pickle import UnsafePickle
+from tests.ranks import RankPool
 from tests.small_checkpoints import Injected
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")

@@ -77,7 +77,7 @@ def test_a_folder_can_be_read_back_here_and_by_the_library(tmp_path: Path, large
 
 
 def test_as_in_transformers_a_single_file_is_read_and_an_index_is_not(tmp_path: Path) -> None:
-    FolderWriter(tmp_path / "out", largest_file=64).write(lazily(some_tensors()), CONFIG, [])
+    write(tmp_path / "out", lazily(some_tensors()), 64)
     newer = {name: tensor + 1 for name, tensor in some_tensors().items()}
     safetensors.torch.save_file(newer, tmp_path / "out" / "model.safetensors")
     assert equal(whole(tmp_path / "out"), newer)

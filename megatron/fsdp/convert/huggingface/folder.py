@@ -155,8 +155,8 @@ def export(
         unfinished.rename(target)
     if options.process == 0:
         staging.wait_for(shards)
-        for file in plan.files:
-            shutil.copyfile(file, staging.partial / file.name)
+        for source in plan.files:
+            shutil.copyfile(source, staging.partial / source.name)
         _write_json(staging.partial / CONFIG, plan.config)
         if len(shards) > 1:
             total = sum(tensor.nbytes for tensor in tensors.values())

@@ -183,7 +183,7 @@ class Recorder:
         elif group is not None:
             self.entries.append(_message(name, group, sum(t.nbytes for t in tensors[:-1])))
 
-    def _as_one(self, name: str, function: Callable[..., None]) -> Callable[..., None]:
+    def _as_one(self, name: str, function: Callable[..., None]) -> Any:
         """A collective that is made of sends, as one message."""
 
         def call(*args: Any) -> None:

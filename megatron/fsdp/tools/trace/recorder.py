@@ -8,7 +8,7 @@ communication takes place, and how long the computation waits for it).
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -145,12 +145,13 @@ class ComputeTrack:
 
 
 class _TracedHandle(Handle):
-    """A handle that records the time that the computation waits for it."""
+    """A handle that records the time that the computation first waits for it."""
 
     def __init__(self, handle: Handle, work: Activity, track: ComputeTrack) -> None:
         self._handle = handle
         self._work = work
         self._track = track
+        self._is_recorded = False
 
     @property
     def done(self) -> bool:
@@ -161,8 +162,10 @@ class _TracedHandle(Handle):
         return self._handle.ended
 
     def wait(self) -> None:
-        with self._track.during(self._work._replace(row=Row.WAITS, backward=in_backward(), size=0)):
+        wait = self._work._replace(row=Row.WAITS, backward=in_backward(), size=0)
+        with nullcontext() if self._is_recorded else self._track.during(wait):
             self._handle.wait()
+        self._is_recorded = True
 
 
 # Methods of the engine that are called between passes.
