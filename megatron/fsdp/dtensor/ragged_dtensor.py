@@ -134,7 +134,7 @@ class RaggedDTensor(InChunks, DTensor):
 
     data = property(_get_data, _set_data)
     numpy = tolist = storage = share_memory_ = apply_ = map_ = __dlpack__ = refuse_memory
-    __tensor_flatten__, __tensor_unflatten__ = lambda self: ((), None), staticmethod(refuse_tracing)  # see there
+    __tensor_flatten__, __tensor_unflatten__ = lambda self: (("_local_tensor",), None), staticmethod(refuse_tracing)
 
     def data_ptr(self) -> int:
         """Return 0: the wrapper has no memory, and torch pickles it for that."""

@@ -108,7 +108,7 @@ def refuse_memory(*unused: Any, **unused_options: Any) -> Any:
 def refuse_tracing(*unused: Any) -> Any:
     """Takes the place of the method by which torch.compile makes a fake tensor.
 
-    ``__tensor_flatten__`` returns no tensors instead: CommDebugMode also calls it, and only looks for fake ones.
+    ``__tensor_flatten__`` names the local tensor: CommDebugMode also calls it, to look for fake ones.
     """
     raise NotImplementedError(
         "torch.compile and torch.export cannot trace sharded tensors. Compile modules before sharding, and neither the "
