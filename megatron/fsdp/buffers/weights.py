@@ -367,7 +367,7 @@ class WeightBuffer:
 
     def wait(self) -> None:
         """Make the compute, which may be on another stream than before, wait for the unshards that were started."""
-        if self._last is not None:
+        if not self.unsharding and self._last is not None:  # a stream runs its tasks in order
             self._last.wait()
         for handle in list(self.unsharding):
             try:

@@ -24,7 +24,6 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron.fsdp.buffers.parameter import check_class, refuse_early_read
 from megatron.fsdp.comm.backends import compute_device, local_device
-from megatron.fsdp.comm.collectives import all_reduce
 from megatron.fsdp.comm.streams import communication_stream
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.dtensor import torch_patches
@@ -270,13 +269,10 @@ class InPlaceModel:
     def _check_has_values(self) -> None:
         """Raise RuntimeError on all ranks if the caller has not initialized a parameter that was NaN."""
         if params := [param for param in self.engine.params() if param.name in self.unset]:
-            lacking = torch.tensor(
-                [float(local_shard(p.main).isnan().any()) for p in params], device=self.engine.device
-            )
-            context = self.engine.context
-            context.stream.run(functools.partial(all_reduce, lacking, dist.ReduceOp.SUM, context.dp_group)).wait()
-            if lacking.any():
-                raise RuntimeError(NO_VALUES.format(params[int(lacking.argmax())].name))
+            flags = [bool(local_shard(param.main).isnan().any()) for param in params]
+            for param, lacks in zip(params, self.engine.context.any_rank(flags).read(), strict=True):
+                if lacks:
+                    raise RuntimeError(NO_VALUES.format(param.name))
 
     def update_sync(self) -> None:
         """Apply the synchronization settings of the marked modules: the model synchronizes if all of them do."""

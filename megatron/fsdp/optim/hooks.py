@@ -67,7 +67,11 @@ def watch_steps() -> None:
 
 def attach_if_needed(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
     """Attach an optimizer that has parameters of engines and is not attached, or has got parameters since."""
-    if _attach_wrapped(optimizer, attach_if_needed):
+    if (inner := wrapped_by(optimizer)) is not None:
+        attach_if_needed(inner)
+        if _seen.get(optimizer) != _seen[inner]:
+            _shard_state_of(optimizer, inner)
+            _seen[optimizer] = _seen[inner]
         return
     _restore(optimizer)
     now = _generation, sum(len(options["params"]) for options in optimizer.param_groups)
@@ -86,18 +90,13 @@ def wrapped_by(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None
     return next((k for k in kept if k is not optimizer and k.param_groups is optimizer.param_groups), None)
 
 
-def _attach_wrapped(wrapper: torch.optim.Optimizer, attach: Callable[[torch.optim.Optimizer], None]) -> bool:
-    """Attach the optimizer inside a wrapper, whose own updates see DTensors; False if it is no wrapper."""
-    inner = wrapped_by(wrapper)
-    if inner is None:
-        return False
-    attach(inner)
+def _shard_state_of(wrapper: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> None:
+    """Shard the state of a wrapper of an attached optimizer. The wrapper's own updates see DTensors."""
     params = {id(param.original): param for engine in engines_of(_parameters(inner)) for param in engine.params()}
     for parameter in [key for key in wrapper.state if isinstance(key, nn.Parameter)]:
         _main_weight(wrapper, parameter, params.get(id(parameter)))
     if (attachment := attachment_of(inner)) is not None:
         attachment.shard_state(wrapper)
-    return True
 
 
 def _restore(optimizer: torch.optim.Optimizer) -> None:
@@ -139,8 +138,9 @@ def attach_optimizer(optimizer: torch.optim.Optimizer, needs_gradient: bool = Tr
             matrices or parameters, and some are split between ranks.
         NotImplementedError: It is unknown whether the optimizer can update shards.
     """
-    if _attach_wrapped(optimizer, functools.partial(attach_optimizer, needs_gradient=needs_gradient)):
-        return
+    if (inner := wrapped_by(optimizer)) is not None:
+        attach_optimizer(inner, needs_gradient)
+        return _shard_state_of(optimizer, inner)
     engines = engines_of(_parameters(optimizer))
     if not engines:
         raise ValueError(

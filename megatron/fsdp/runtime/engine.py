@@ -29,7 +29,7 @@ from megatron.fsdp.runtime.partition import owner_of
 from megatron.fsdp.runtime.passes import PassState
 from megatron.fsdp.runtime.registration import BufferRegistration
 from megatron.fsdp.runtime.schedule import Schedule
-from megatron.fsdp.runtime.unit import Unit, WeightState
+from megatron.fsdp.runtime.unit import Unit, in_forward
 from megatron.fsdp.sharding.mesh import DataParallelAxes, MeshIndex
 
 
@@ -209,8 +209,7 @@ class Engine:
         """Put waiting gradients into ``.grad``, which is about to be read or set, unless a forward or backward runs."""
         if self not in _waiting or self.schedule.in_callers_forward:
             return
-        runs = any(unit.state is WeightState.FORWARD for unit in self.units)
-        if not runs and self.schedule.passes.state is PassState.NO_BACKWARD:
+        if not in_forward(self.units) and self.schedule.passes.state is PassState.NO_BACKWARD:
             self.finish_gradients()
 
     # Weights ---------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from megatron.fsdp.quantized.storage import Direction
 from megatron.fsdp.runtime.graph import is_frozen, listen
 from megatron.fsdp.runtime.passes import Pass, PassState
 from megatron.fsdp.runtime.plan import Op, OpKind, Plan, Plans
-from megatron.fsdp.runtime.unit import Unit, WeightState
+from megatron.fsdp.runtime.unit import Unit, WeightState, in_forward
 
 logger = logging.getLogger(__name__)
 
@@ -246,7 +246,7 @@ class Schedule:
             return False
         if unit.is_root and not self.passes.in_backward:
             self._begin_forward()
-        elif not (self.passes.in_backward or any(u.state is WeightState.FORWARD for u in self.units)):
+        elif not (self.passes.in_backward or in_forward(self.units)):
             self._follow_writes()  # the unit was called by itself
             self._keeps = torch.is_grad_enabled()
         unit.hidden |= self._keeps and not torch.is_grad_enabled() and not self.passes.in_backward
@@ -279,7 +279,7 @@ class Schedule:
         grad = torch.is_grad_enabled()
         # Ranks that skip the unit keep it, too, and cannot know that it is checkpointed and has no graph yet.
         self._leave(unit, grad if self.passes.in_backward else self._keeps)
-        if not (self.passes.in_backward or any(u.state is WeightState.FORWARD for u in self.units)):
+        if not (self.passes.in_backward or in_forward(self.units)):
             # Outside of the model's forward its parameters are main weights, also those of units that stay unsharded:
             # what users write to them must not be lost. A hook may have written since the end of the unit's forward.
             for each in self.units:
@@ -338,7 +338,7 @@ class Schedule:
 
     def begin_inner_backward(self) -> None:
         """Handle the start of a backward of autograd's: it may be one in a forward of this model, as for forces."""
-        if not self.passes.in_backward and any(unit.state is WeightState.FORWARD for unit in self.units):
+        if not self.passes.in_backward and in_forward(self.units):
             if any(unit.runs_forward() for unit in self.units):
                 self._inner = []
             else:

@@ -4,7 +4,7 @@ import functools
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +53,11 @@ TRANSITIONS: dict[WeightState, tuple[WeightState, ...]] = {
     # The forward of one micro-batch and the backward of another may use the unit at once.
     _W.HELD: (_W.HELD, _W.SHARDED),
 }
+
+
+def in_forward(units: "Iterable[Unit]") -> bool:
+    """Whether one of the units runs its forward. The root does while the model does; a unit may be called by itself."""
+    return any(unit.state is WeightState.FORWARD for unit in units)
 
 
 class Unit:
