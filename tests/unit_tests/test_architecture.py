@@ -45,7 +45,7 @@ BUDGETS = {
     "megatron/fsdp/tools": 3_271,
     "megatron/fsdp/tools/predict": 1_629,
     "megatron_fsdp": 149,
-    "tests": 40_967,
+    "tests": 40_974,
 }
 
 # Phrases, as regular expressions, and the word that people of this field search for.

@@ -74,8 +74,10 @@ def _save(folder: str, kind: str, name: str, by_torch: bool) -> list[float]:
     return _train(model, optimizer, 3, 6)
 
 
-def _resume(folder: str, kind: str, name: str, by_torch: bool) -> list[float]:
+def _resume(folder: str, kind: str, name: str, by_torch: bool, looks: bool = False) -> list[float]:
     model, optimizer = _model(kind, OPTIMIZERS[name], seed=4)
+    for parameter in optimizer.param_groups[0]["params"] if looks else ():
+        assert not optimizer.state[parameter]  # makes an entry, as train() of schedule-free optimizers does
     state = _state(model, optimizer, by_torch)
     dcp.load(state, checkpoint_id=folder)
     if by_torch:
@@ -103,6 +105,13 @@ def test_resumes_adam(ranks: RankPool, tmp_path: Path, kind: str, by_torch: bool
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_resumes_every_optimizer(ranks: RankPool, tmp_path: Path, name: str) -> None:
     _assert_resumes(ranks, tmp_path, "optim_grads_params", name, by_torch=False)
+
+
+def test_resumes_after_a_look_at_state(ranks: RankPool, tmp_path: Path) -> None:
+    for by_torch in (False, True):
+        folder = str(tmp_path / str(by_torch))
+        expected = ranks.run(2, _save, folder, "optim_grads_params", "AdamW", by_torch)
+        assert ranks.run(2, _resume, folder, "optim_grads_params", "AdamW", by_torch, True) == expected
 
 
 DELICATE: dict[str, Callable[..., torch.optim.Optimizer]] = {

@@ -45,9 +45,9 @@ class FreshState:
         self._none_yet: list[torch.Tensor] = []
 
     def add_missing(self, optimizer: torch.optim.Optimizer, state_dict: dict) -> None:
-        """Add the state of parameters that have none to a state dict."""
+        """Add the state of parameters that have none, or an empty entry that a look at it has made, to a state dict."""
         states = state_dict["state"]
-        missing = [(number, *found) for number, found in enumerate(_parameters(optimizer)) if number not in states]
+        missing = [(number, *found) for number, found in enumerate(_parameters(optimizer)) if not states.get(number)]
         if not missing:
             return
         is_known = updates_like(optimizer, BY_PARAMETER)
@@ -64,7 +64,7 @@ class FreshState:
     def initialize(self, optimizer: torch.optim.Optimizer) -> None:
         """Create missing state in the optimizer itself. The next step discards tensors that nothing was loaded into."""
         for options, main in _parameters(optimizer):
-            if main not in optimizer.state and (state := self._state_of(optimizer, options, main)):
+            if not optimizer.state.get(main) and (state := self._state_of(optimizer, options, main)):
                 optimizer.state[main] = state
 
     def discard_unloaded(self, optimizer: torch.optim.Optimizer) -> None:

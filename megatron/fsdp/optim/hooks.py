@@ -117,7 +117,7 @@ def initialize_state(original: Callable[..., None], optimizer: torch.optim.Optim
     attachment = attachment_of(optimizer)
     if attachment is None:
         original(optimizer)
-    elif not optimizer.state:
+    elif not any(optimizer.state.values()):
         attachment.fresh.initialize(optimizer)
 
 
