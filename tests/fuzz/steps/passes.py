@@ -62,7 +62,8 @@ def apart(side: Side, orders: tuple[tuple[int, ...], ...]) -> Any:
 @step(2, index=(0, 1), batch=(0, 1))
 def part(side: Side, index: int, batch: int) -> Any:
     """A block that is called directly."""
-    side.copied |= side.setting.strategy == 0 and side.setting.units in ("none", "whole")
+    outside = side.setting.units in ("none", "whole") or side.setting.features.tied == "blocks"  # in a unit around it
+    side.copied |= side.setting.strategy == 0 and outside
     loss = side.loss(value_of(side.net.blocks[index](side.batch(batch))))
     side.losses.append(loss)
     return loss
