@@ -1,6 +1,7 @@
 """A small model with parts that have been trouble: odd shapes, tied weights, checkpoints, buffers, auxiliary losses."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -21,8 +22,9 @@ class Features(NamedTuple):
     reentrant: bool = False
     dropout: bool = False
     batchnorm: bool = False
-    returns: str = "tensor"  # "object": blocks return an object of a class of their own
+    returns: str = "tensor"  # "object": blocks return an object of a class of their own; "iterator": an iterator
     forces: str = "no"  # the forward adds gradients of its results, which are a part of the "graph" or not
+    saved: str = "no"  # tensors that autograd saves are copied, by torch's save_on_cpu or by hooks
     embedded: bool = False  # a unit sees the batch before each block, as the embedding of later tokens does
     extra: str = "no"  # another kind of layer in each block; see EXTRA
 
@@ -34,7 +36,8 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "reentrant": (False, True),
     "dropout": (False, False, True),
     "batchnorm": (False, False, True),
-    "returns": ("tensor", "tensor", "object"),
+    "returns": ("tensor", "tensor", "tensor", "object", "iterator"),
+    "saved": ("no", "no", "no", "cpu", "clone"),
     "embedded": (False, False, True),
     "forces": ("no", "no", "detached", "graph"),
     "extra": ("no", "conv", "attention", "recurrent", "weight_norm", "spectral_norm", "list"),
@@ -48,9 +51,14 @@ class Result:
         self.value = value
 
 
-def value_of(output: torch.Tensor | Result) -> torch.Tensor:
+Output = torch.Tensor | Result | Iterator[torch.Tensor]
+
+
+def value_of(output: Output) -> torch.Tensor:
     """The results of a block."""
-    return output.value if isinstance(output, Result) else output
+    if isinstance(output, torch.Tensor):
+        return output
+    return output.value if isinstance(output, Result) else next(output)
 
 
 class Linear(nn.Linear):
@@ -133,6 +141,13 @@ EXTRA: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+SAVED: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
+    "no": contextlib.nullcontext,
+    "cpu": torch.autograd.graph.save_on_cpu,
+    "clone": lambda: torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda tensor: tensor),
+}
+
+
 class Block(nn.Module):
     def __init__(self, features: Features) -> None:
         super().__init__()
@@ -148,14 +163,15 @@ class Block(nn.Module):
     def inner(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(torch.tanh(self.up(self.extra(self.norm(x)))))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor | Result:
+    def forward(self, x: torch.Tensor) -> Output:
         if self.features.checkpoint == "inside":
             y = checkpoint(self.inner, x, use_reentrant=self.features.reentrant)
         else:
             y = self.inner(x)
         self.aux = y.float().pow(2).mean()
         result = self.odd(x + self.dropout(y))
-        return Result(result) if self.features.returns == "object" else result
+        outputs: dict[str, Output] = {"tensor": result, "object": Result(result), "iterator": iter([result])}
+        return outputs[self.features.returns]
 
 
 class Embedding(Linear):
@@ -180,6 +196,10 @@ class Net(nn.Module):
             self.blocks[1].up.weight = self.blocks[0].up.weight
 
     def forward(self, x: torch.Tensor, order: tuple[int, ...] = (0, 1)) -> torch.Tensor:
+        with SAVED[self.features.saved]():
+            return self.results(x, order)
+
+    def results(self, x: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
         forces = self.features.forces != "no" and torch.is_grad_enabled()
         x = x.detach().requires_grad_() if forces else x
         batch, x = x, self.batchnorm(self.odd(self.inp(x)))

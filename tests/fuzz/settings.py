@@ -78,7 +78,7 @@ class Setting(NamedTuple):
         if tp:
             odd = odd._replace(tied="no", odd="no", dropout=False, forces="no", extra="no")
         if odd.checkpoint == "around" and odd.reentrant:
-            # Autograd does not see an object that such a checkpoint returns.
+            # Autograd sees only tensors that such a checkpoint returns.
             odd = odd._replace(returns="tensor")
         if tp:
             changes |= {"precision": "fp64"}

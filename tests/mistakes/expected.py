@@ -16,9 +16,12 @@ CHECKS: dict[str, str] = {
     ),
     "A full tensor as .data": _NO_WEIGHTS,
     "Values written in place": _NO_WEIGHTS,
-    "Initialization after sharding": (
-        "assert abs(model.module.head.weight.full_tensor().std().item() - (2 / 44) ** 0.5) < 0.02"
-    ),
+    "Initialization after sharding": """
+torch.manual_seed(7)
+nn.init.xavier_uniform_(model.module.head.weight)
+torch.manual_seed(7)
+assert torch.equal(model.module.head.weight.full_tensor(), nn.init.xavier_uniform_(torch.empty(31, 13)))
+""",
     "No zero_grad": "assert_same_weights(model, unsharded(zero_grad=False))",
     "Two forwards before one backward": _AFTER_ONE_STEP,
     "A step after a backward in no_sync": _AFTER_ONE_STEP,
@@ -29,9 +32,11 @@ assert torch.allclose(norm, largest_gradient(), rtol=1e-4)
 assert all(p.grad.full_tensor().abs().max() <= 1.001e-3 for p in model.parameters())
 """,
     "Another seed": """
-start = main_weights(model)
+torch.manual_seed(0)
+first = Model()
+assert_same_weights(model, first)
 train(model, optimizer)
-assert_same_weights(model, unsharded(start=start))
+assert_same_weights(model, unsharded(start=first.state_dict()))
 """,
     "torch.save of the state dict on every rank": "assert_same_weights(model, unsharded())",
     "torch.save of the optimizer": """
@@ -56,6 +61,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "A wrong argument on one rank": ("fsdp_unit_modules",),
     "An exception that one rank catches": _FOREVER,
     "Evaluation on one rank": _FOREVER,
+    "A norm read on one rank": _FOREVER,
     "Saving on one rank": _FOREVER,
     "More batches on one rank": ("rank 0", "at the end of the data"),
     "torch.save on rank 0, and its file on all ranks": (

@@ -1,7 +1,7 @@
 """Gathers full tensors from DTensors with shards of any size. All functions with a process group are collectives."""
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -139,11 +139,16 @@ def unreplicated_axes(tensor: DTensor) -> tuple[int, ...]:
 
 
 def reduce_over(
-    value: torch.Tensor, operation: dist.ReduceOp.RedOpType, mesh: DeviceMesh, axes: Iterable[int]
+    value: torch.Tensor,
+    operation: dist.ReduceOp.RedOpType,
+    mesh: DeviceMesh,
+    axes: Iterable[int],
+    of: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor:
     """Reduce a tensor of every rank over axes of the mesh, on the mesh's device. A collective.
 
-    torch's own reduction waits where no report about hanging ranks could end the wait.
+    Reports name the shapes of the tensors that the value is ``of``. torch's own reduction waits where no report about
+    hanging ranks could end the wait.
     """
     # gloo has no reductions of booleans. Gradients may be in host memory, where NCCL cannot reduce.
     sent = on_device((value.int() if value.dtype is torch.bool else value.clone()).detach(), mesh)
@@ -152,7 +157,8 @@ def reduce_over(
         # Of a NaN and a number, backends may return the number. Minima are maxima of negated values.
         sign, operation = (1 if operation == dist.ReduceOp.MAX else -1), dist.ReduceOp.MAX
         sent = torch.stack([(sign * sent).masked_fill(sent.isnan(), -torch.inf), sent.isnan().to(sent.dtype)])
-    with JOURNAL.recorded(f"reduce a tensor of shape {tuple(value.shape)}", mesh.mesh.flatten().tolist()):
+    shape, more = tuple((of[0] if of else value).shape), f" and {len(of) - 1} more" if len(of) > 1 else ""
+    with JOURNAL.recorded(f"reduce a tensor of shape {shape}{more}", mesh.mesh.flatten().tolist()):
         for axis in axes:
             group = mesh.get_group(axis)
             with ensure_released(group, sent):

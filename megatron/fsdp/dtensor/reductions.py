@@ -44,7 +44,7 @@ def reduce_tensor(name: str, tensor: DTensor, given: dict[str, Any]) -> torch.Te
     elif name == "mean":
         # The sum of many elements may be too large for their own dtype.
         value = local.sum(dtype=torch.promote_types(dtype or local.dtype, torch.float32)) / tensor.numel()
-        mean = reduce_over(value, _SUM, tensor.device_mesh, unreplicated_axes(tensor))
+        mean = reduce_over(value, _SUM, tensor.device_mesh, unreplicated_axes(tensor), [tensor])
         return mean.to(dtype or local.dtype) if local.is_floating_point() else mean
     elif name in ("all", "any"):
         value, operation = (local.all(), _MIN) if name == "all" else (local.any(), _MAX)
@@ -52,7 +52,7 @@ def reduce_tensor(name: str, tensor: DTensor, given: dict[str, Any]) -> torch.Te
         value, operation = local.count_nonzero(), _SUM
     else:
         value, operation = getattr(local, name)(dtype=dtype), _PRODUCT if name == "prod" else _SUM
-    return reduce_over(value, operation, tensor.device_mesh, unreplicated_axes(tensor))
+    return reduce_over(value, operation, tensor.device_mesh, unreplicated_axes(tensor), [tensor])
 
 
 def norms(tensors: Sequence[DTensor], order: float, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
@@ -63,13 +63,14 @@ def norms(tensors: Sequence[DTensor], order: float, dtype: torch.dtype | None = 
     found: list[torch.Tensor] = [torch.empty(0)] * len(tensors)
     is_power = order != 0 and math.isfinite(order)
     for (mesh, axes), places in alike.items():
-        values = torch.stack(_norms_of_shards([tensors[i]._local_tensor.reshape(-1) for i in places], order, dtype))
+        of = [tensors[i] for i in places]
+        values = torch.stack(_norms_of_shards([tensor._local_tensor.reshape(-1) for tensor in of], order, dtype))
         if is_power and axes:
             powers = values.to(torch.promote_types(values.dtype, torch.float32)) ** order
-            values = reduce_over(powers, _SUM, mesh, axes) ** (1 / order)
+            values = reduce_over(powers, _SUM, mesh, axes, of) ** (1 / order)
         else:
             operation = {math.inf: _MAX, -math.inf: _MIN}.get(order, _SUM)
-            values = reduce_over(values, operation, mesh, axes)
+            values = reduce_over(values, operation, mesh, axes, of)
         for i, value in zip(places, values.unbind(), strict=True):
             found[i] = value.to(dtype or tensors[i].dtype)
     return found

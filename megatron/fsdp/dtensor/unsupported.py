@@ -14,7 +14,8 @@ _CALL = (
     "parameters are unsharded only while their unit runs in the forward of the sharded model: call that, and "
     "modules as block(x), not block.forward(x). If a module reads another one's parameters, give its class in "
     "fsdp_unit_modules, not the other's. Another method needs megatron_fsdp.register_forward_method(module, 'name') "
-    "(register_fsdp_forward_method in the FSDP2 interface). " + _GATHER
+    "(register_fsdp_forward_method in the FSDP2 interface). The body of a generator runs after its forward: return a "
+    "list. " + _GATHER
 )
 BEFORE = "Tie, parametrize, prune and normalize weights before the model is sharded."
 _COLLECTIVE = "every rank has another shard, and gradients are averaged over the ranks already. "

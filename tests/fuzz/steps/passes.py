@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..network import Result, value_of
+from ..network import Output, Result, value_of
 from ..sides import Side, full
 from .kinds import ORDERS, PARTS, step
 
@@ -256,11 +256,11 @@ def hooked(side: Side, kind: str) -> Any:
         handle.remove()
 
 
-def _scaled(module: nn.Module, inputs: Any, output: torch.Tensor | Result) -> torch.Tensor | Result:
-    return Result(output.value * 1.5) if isinstance(output, Result) else output * 1.5
+def _scaled(module: nn.Module, inputs: Any, output: Output) -> Output:
+    return output * 1.5 if isinstance(output, torch.Tensor) else Result(value_of(output) * 1.5)
 
 
-@step(3, kind=("parameter", "forward", "tensor"))
+@step(3, kind=("parameter", "forward", "tensor", "module"))
 def lasting_hook(side: Side, kind: str) -> None:
     """A hook that stays until the next such step."""
     side.read()
@@ -279,6 +279,7 @@ def lasting_hook(side: Side, kind: str) -> None:
         "parameter": lambda: block.up.bias.register_hook(lambda gradient: gradient * 0.5),
         "forward": lambda: block.register_forward_hook(_scaled),
         "tensor": lambda: block.up.register_forward_hook(watch),
+        "module": lambda: block.up.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 2,)),
     }
     side.kept["hook"] = register[kind]()
 

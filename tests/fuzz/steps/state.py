@@ -42,9 +42,12 @@ def save(side: Side, kind: str, optimizer: bool) -> None:
     side.kept["state"] = kind, side.model, side.optimizer, state
 
 
-@step(4, assign=(False,) * 6 + (True,), alike=(True,) * 9 + (False,))
-def load(side: Side, assign: bool, alike: bool) -> None:
-    """Load what was saved, or else a model that was trained elsewhere, of which ranks may have another one each."""
+@step(4, assign=(False,) * 6 + (True,), alike=(True,) * 9 + (False,), in_place=(False, True))
+def load(side: Side, assign: bool, alike: bool, in_place: bool) -> None:
+    """Load what was saved, or else a model that was trained elsewhere, of which ranks may have another one each.
+
+    ``in_place``: ``dcp.load`` writes into the weights, and nothing else is called for them.
+    """
     kind, model, optimizer, state = side.kept.get("state", (None,) * 4)
     if model is not side.model or optimizer is not side.optimizer:
         kind, state = (
@@ -58,7 +61,9 @@ def load(side: Side, assign: bool, alike: bool) -> None:
         if "optimizer" in kept:
             state["optimizer"] = side.optimizer.state_dict()
         dcp.load(state, checkpoint_id=side.folder())
-    if kind == "get":
+    if kind == "dcp" and not side.plain and in_place:
+        pass
+    elif kind == "get":
         # Ranks that are not the first have nothing.
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=not side.plain)
         set_model_state_dict(side.model, copy.deepcopy(state["model"]), options=options)

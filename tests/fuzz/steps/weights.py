@@ -1,5 +1,6 @@
 """Steps that read and write weights."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,11 +11,13 @@ from torch.distributed.tensor import DTensor
 from ..sides import Side, full, full_local, is_sharded
 from .kinds import PARTS, step
 
-WRITES = ("zero_", "copy_", "data_mul_", "data", "init", "foreach", "to_local", "old", "broadcast")
+WRITES = ("zero_", "copy_", "data_mul_", "data", "init", "random", "full", "foreach", "to_local", "old", "broadcast")
 
 
 @step(6, how=WRITES, what=PARTS)
 def write(side: Side, how: str, what: str) -> None:
+    if how in ("random", "full") and side.setting.mesh == "tp":
+        how = "copy_"  # torch draws other numbers for its DTensors, and does not copy plain tensors into them
     if how == "init" and what == "all":
         what = "block"  # a model of equal weights has activations without variance, and norms of nothing but rounding
     parameters = side.old if how == "old" else side.parameters(what)
@@ -32,23 +35,28 @@ def write(side: Side, how: str, what: str) -> None:
 
 
 def _write(how: str, parameter: nn.Parameter) -> None:
-    if how == "zero_":
-        parameter.zero_()
-    elif how == "copy_":
-        parameter.copy_(parameter * 0.5)
-    elif how == "data_mul_":
-        parameter.data.mul_(0.5)
-    elif how == "data":
-        parameter.data = parameter.data * 0.5
-    elif how == "init":
-        nn.init.constant_(parameter, 0.125)
-    elif how == "to_local":
-        full_local(parameter).mul_(0.5)
-    elif how == "old":
-        parameter.mul_(0.75)
-    elif how == "broadcast":
+    ways: dict[str, Callable[[], Any]] = {
+        "zero_": parameter.zero_,
+        "copy_": lambda: parameter.copy_(parameter * 0.5),
+        "full": lambda: parameter.copy_(full(parameter) * 0.5),
+        "data_mul_": lambda: parameter.data.mul_(0.5),
+        "data": lambda: setattr(parameter, "data", parameter.data * 0.5),
+        "init": lambda: nn.init.constant_(parameter, 0.125),
+        "random": lambda: _draw(parameter),
+        "to_local": lambda: full_local(parameter).mul_(0.5),
+        "old": lambda: parameter.mul_(0.75),
         # Without sharding, all ranks have the same weights already.
-        dist.broadcast(parameter.detach(), 0)
+        "broadcast": lambda: dist.broadcast(parameter.detach(), 0),
+        "foreach": lambda: None,  # all at once
+    }
+    ways[how]()
+
+
+def _draw(parameter: nn.Parameter) -> None:
+    """Initialize a parameter with numbers that are the same on all ranks, which have seeds of their own."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        nn.init.normal_(parameter, std=0.3)
 
 
 @step(3, use=("descend", "data", "sharpness"))
@@ -79,9 +87,9 @@ def freeze(side: Side, what: str, frozen: bool) -> None:
         parameter.requires_grad_(not frozen)
 
 
-@step(4, use=("update", "apply", "swap", "forward", "data"))
+@step(4, use=("update", "apply", "swap", "forward", "graph", "data"))
 def average(side: Side, use: str) -> Any:
-    """An exponential moving average of the weights; "forward" gives it to functional_call.
+    """An exponential moving average of the weights; "forward" gives it to functional_call, "graph" all but one weight.
 
     "data" evaluates with it as the .data of the parameters, which then get back their own.
     """
@@ -102,7 +110,7 @@ def average(side: Side, use: str) -> Any:
         if use == "forward":
             given = {name: full(value) for name, value in averages.items()}
             return side.loss(torch.func.functional_call(side.net, given, (side.batch(1),)))
-        for name, parameter in parameters.items() if averages.keys() == parameters.keys() else ():
+        for name, parameter in parameters.items() if use != "graph" and averages.keys() == parameters.keys() else ():
             if use == "update":
                 averages[name].lerp_(parameter.detach(), 0.5)
             elif use == "apply":
@@ -111,7 +119,12 @@ def average(side: Side, use: str) -> Any:
                 before = parameter.detach().clone()
                 parameter.copy_(averages[name])
                 averages[name].copy_(before)
-    return None
+    if use != "graph":
+        return None
+    given = {name: full(value) for name, value in averages.items() if name != "blocks.0.up.weight"}
+    loss = side.loss(torch.func.functional_call(side.net, given, (side.batch(1),)))
+    side.losses.append(loss)
+    return loss
 
 
 def _assign(parameters: dict[str, nn.Parameter], values: dict[str, torch.Tensor], copy: bool) -> None:
