@@ -275,7 +275,11 @@ FOUND: dict[str, Program] = {
         Setting(ranks=3, interface="fsdp2", strategy=2),
         [step("freeze", what="up", frozen=True), step("teach", how="lerp_")],
     ),
-    # Open: a backward of a loss from before the optimizer's step raises in plain torch, and is silently wrong here.
+    # A unit that a forward has skipped is unsharded by its caller.
+    "unshard_of_a_skipped_unit": Program(
+        Setting(interface="fsdp2", strategy=2), [step("forward", order=()), step("method", name="unshard")]
+    ),
+    # A backward of a loss from before the optimizer's step, which raises in plain torch.
     "weights_of_a_later_step": Program(
         Setting(strategy=2), [step("forward", batch=1), step("closure"), step("backward")]
     ),

@@ -257,7 +257,7 @@ class MegatronFSDP(ShardedModel):
                 continue
             if unit.state is WeightState.SHARDED:
                 unit.unshard()
-            if wait_bucket_ready and unit.state is WeightState.UNSHARDING:
+            if wait_bucket_ready and unit.state in (WeightState.UNSHARDING, WeightState.UNSHARDED):
                 unit.use(WeightState.UNSHARDED)
 
     def _replace_param_with_distributed_if_needed(self) -> None:

@@ -158,10 +158,9 @@ class UnshardHandle:
     def wait(self) -> None:
         """Wait for the all-gathers, and make compute weights the module's parameters."""
         unit, self._unit = self._unit, None
-        if unit is not None and unit.state is WeightState.UNSHARDING:
+        # A forward that has skipped the unit has not waited for its unshard.
+        if unit is not None and unit.state in (WeightState.UNSHARDING, WeightState.UNSHARDED):
             unit.use(WeightState.UNSHARDED)
-        elif unit is not None and unit.state is WeightState.UNSHARDED:
-            unit.show(compute=True)
 
 
 def _method_without_effect(name: str) -> Callable[..., None]:

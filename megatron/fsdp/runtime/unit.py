@@ -46,7 +46,7 @@ _W = WeightState
 TRANSITIONS: dict[WeightState, tuple[WeightState, ...]] = {
     _W.SHARDED: (_W.UNSHARDING, _W.SHARDED),
     _W.UNSHARDING: (_W.FORWARD, _W.BACKWARD, _W.UNSHARDED, _W.HELD, _W.SHARDED),
-    _W.UNSHARDED: (_W.FORWARD, _W.BACKWARD, _W.HELD, _W.SHARDED),
+    _W.UNSHARDED: (_W.FORWARD, _W.BACKWARD, _W.UNSHARDED, _W.HELD, _W.SHARDED),
     # Backward may follow FORWARD directly: a recomputation stops as soon as it has restored all saved tensors.
     _W.FORWARD: (_W.UNSHARDED, _W.BACKWARD, _W.SHARDED),
     _W.BACKWARD: (_W.SHARDED,),
