@@ -51,6 +51,8 @@ def apart(side: Side, orders: tuple[tuple[int, ...], ...]) -> Any:
     recomputed = gathered and side.setting.units == "fine" and side.setting.features.checkpoint != "no"
     in_order = gathered or side.setting.interface == "fsdp2"
     reordered = in_order and (side.reordered or orders[1] == (1, 0))
+    # The first pass takes units in the order in which they are registered. Extra layers are registered last.
+    reordered |= gathered and side.setting.units == "fine" and side.setting.features.extra != "no"
     if forces or recomputed or reordered:  # docs/limits.md
         orders = (orders[0], orders[0])
     side.uneven = True
