@@ -96,6 +96,10 @@ FOUND: dict[str, Program] = {
         Setting(units="fine", features=Features(checkpoint="inside", forces="graph")),
         [step("backward"), step("optimize"), step("forward")],
     ),
+    # A weight that is read outside of its unit is frozen before backward.
+    "frozen_after_it_was_read": Program(
+        Setting(strategy=0, units="none"), [step("part", index=1), step("freeze", what="up"), step("backward")]
+    ),
     # Recomputed values of a frozen model with tied blocks are said to have different metadata.
     "frozen_and_tied_in_a_checkpoint": Program(
         Setting(replicated=True, features=Features(tied="blocks", checkpoint="around", forces="graph")),

@@ -378,7 +378,7 @@ class ParameterGroup:
             NotImplementedError: The main weight has gradient hooks, which would see parts of its gradient.
         """
         param, (grad,) = self.params[i], grads
-        if grad is not None:
+        if grad is not None and param.main.requires_grad:  # autograd looks at this now, too
             if param.has_hooks:
                 raise NotImplementedError(
                     f"{param.name} has gradient hooks, and a loss reads it outside of the model's forward, as a "
