@@ -211,9 +211,15 @@ def gradients_of(side: Side, what: str) -> Any:
     side.synchronized()
 
 
-@step(3, kind=("pow", "norm", "columns", "abs", "full"), what=(*PARTS, "old"), alone=(False, False, True))
-def regularized(side: Side, kind: str, what: str, alone: bool) -> Any:
-    """A loss with a penalty on weights."""
+@step(
+    3,
+    kind=("pow", "norm", "columns", "abs", "full"),
+    what=(*PARTS, "old"),
+    alone=(False, False, True),
+    later=(False, False, True),
+)
+def regularized(side: Side, kind: str, what: str, alone: bool, later: bool) -> Any:
+    """A loss with a penalty on weights, whose backward may come later."""
     tp = side.setting.mesh == "tp"
     measures: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "pow": lambda p: p.pow(2).sum(),
@@ -225,7 +231,11 @@ def regularized(side: Side, kind: str, what: str, alone: bool) -> Any:
     }
     loss = 0.1 * sum(measures[kind](parameter) for parameter in side.parameters(what) if parameter.numel())
     loss = loss if alone else loss + side.loss(side.model(side.batch(2)))
-    side.backward(loss)
+    if later:
+        side.copied |= kind in ("norm", "columns", "full")  # of the gathered weight
+        side.losses.append(loss)
+    else:
+        side.backward(loss)
     return loss
 
 
