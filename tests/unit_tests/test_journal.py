@@ -219,6 +219,28 @@ def test_the_error_that_ended_a_rank_is_reported() -> None:
     assert "  rank 1: last issued gather a (number 0); it has ended with ValueError: no" in _lines(answers, 2)
 
 
+def test_a_report_about_256_errors_of_several_lines_is_short() -> None:
+    ended = "it has ended with AcceleratorError: CUDA error: of rank {}\n\nCompile with DSA\nto see more.\n"
+    answers = {rank: {**_answer("gather a"), "at": None, "ended": ended.format(rank)} for rank in range(256)}
+    lines = _lines(answers, 256)
+    assert len(lines) <= 38 and lines[2].endswith("CUDA error: of rank 0 Compile with DSA to see more."), lines
+
+
+def _leave_an_error(error: Exception) -> str:
+    """The last answer of a process that this error ends."""
+    with (
+        patch("megatron.fsdp.comm.journal.error_at_end", return_value=error),
+        patch("megatron.fsdp.comm.journal.Round") as ended,
+    ):
+        _rounds.leave_last_answer()
+    return json.loads(ended.return_value.publish.call_args.args[1])["ended"]
+
+
+def test_the_last_answer_of_a_process_is_one_line(ranks: RankPool) -> None:
+    (answer,) = ranks.run(1, _leave_an_error, ValueError("first\n\n  second" + 300 * "."))
+    assert answer == "it has ended with ValueError: first second" + 188 * "."
+
+
 def test_ranks_are_formatted_as_ranges() -> None:
     assert name_ranks([5, 0, 1, 2]) == "ranks 0-2, 5" and name_ranks([7]) == "rank 7"
 

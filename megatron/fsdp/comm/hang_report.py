@@ -46,7 +46,7 @@ def describe(answers: dict[int, dict], size: int, hosts: Mapping[int, str] | Non
 
 
 def _describe_rank(answer: dict) -> str:
-    place = answer["ended"] or f"at {answer['at']}"
+    place = one_line(answer["ended"] or f"at {answer['at']}")
     log = next((log for log in answer["logs"] if log["open"]), answer["logs"][-1] if answer["logs"] else None)
     if log is None or not log["issued"]:
         return f"{place}; issued nothing"
@@ -113,6 +113,11 @@ def _checksum_before(end: int, issued: dict[int, str], before: int) -> int:
 def add_to(checksum: int, what: str) -> int:
     """The checksum of one more operation."""
     return zlib.crc32(what.encode(), checksum)
+
+
+def one_line(text: str) -> str:
+    """A text in one line: errors of CUDA have several."""
+    return " ".join(text.split())
 
 
 def name_ranks(ranks: Sequence[int], hosts: Mapping[int, str] | None = None) -> str:

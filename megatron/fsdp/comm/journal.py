@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.fsdp.comm.backends import backend_of, is_communication_error, moves_data, runs_ahead
-from megatron.fsdp.comm.hang_report import REMEDY, add_to, describe
+from megatron.fsdp.comm.hang_report import REMEDY, add_to, describe, one_line
 from megatron.fsdp.comm.process_groups import timeout_of
 from megatron.fsdp.comm.rounds import SECONDS_FOR_ANSWERS, Round, holds_store
 from megatron.fsdp.comm.streams import (
@@ -342,7 +342,7 @@ class ReportRounds:
     def leave_last_answer(self) -> None:
         """Store an answer for requests after this process has ended."""
         error = error_at_end()
-        how = "it has ended" if error is None else f"it has ended with {type(error).__name__}: {str(error)[:200]}"
+        how = "it has ended" if error is None else f"it has ended with {type(error).__name__}: {one_line(str(error))[:200]}"
         # Another rank's process may hold the store and be gone already; torch would log that at length.
         if holds_store() or error is not None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             Round(_ENDED).publish(dist.get_rank(), JOURNAL.as_json(how))
