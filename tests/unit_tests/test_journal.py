@@ -1,5 +1,6 @@
 """Reports about ranks that have issued different collectives."""
 
+import io
 import itertools
 import json
 import logging
@@ -25,6 +26,7 @@ from megatron.fsdp.comm.journal import (
     Watchdog,
     _rounds,
     _watchdogs,
+    report_on_failure,
     seconds_to_report,
     watch,
     whereabouts,
@@ -396,8 +398,40 @@ def test_a_wait_that_cannot_end_raises_with_one_report(ranks: RankPool) -> None:
     assert sum(len(told) for told, _ in results) <= 1, "more than one rank has printed a report"
     for _, raised in results:
         assert raised.startswith("The ranks have issued different operations"), results
-        assert raised.count("waits for: gather a, 12 bytes") == 2, raised
-        assert "rank 0: reduce a; rank 1: gather b" in raised and "test_journal.py" in raised
+        assert "rank 0: reduce a; rank 1: gather b" in raised, raised
+    assert results[0][1].count("waits for: gather a, 12 bytes") == 2 and "test_journal.py" in results[0][1], results
+
+
+def _fail_together(prints: bool) -> tuple[str, str]:
+    """Communication of all ranks fails, first on rank 1. Returns what this rank has printed, and its error."""
+    _rounds.clear()
+    while dist.get_rank() != 1 and not Round("journal/0").is_judged:
+        time.sleep(0.01)
+    with patch("sys.stderr", io.StringIO()) as printed:
+        try:
+            if not prints:
+                printed.close()
+            with report_on_failure("It has failed."):
+                raise RuntimeError("gloo: connection closed")
+        except RuntimeError as error:
+            raised = str(error)
+    _rounds.clear()
+    return printed.getvalue() if prints else "", raised
+
+
+def test_the_rank_that_has_written_a_report_prints_it_and_all_raise_its_conclusion(ranks: RankPool) -> None:
+    (none, first), (printed, judge), (nothing, raised) = ranks.run(3, _fail_together, True)
+    assert none == nothing == "" and printed.startswith("It has failed.\nThe operations issued so far agree")
+    for text in (printed, judge, first):  # the output of rank 0 may be the only one that is kept
+        assert text.count("Positions of the ranks:") == text.count("  ranks 0-2: at ") == 1, text
+    conclusion, where, error = raised.splitlines()[1:]
+    assert conclusion == printed.splitlines()[1] and error == "The error was: gloo: connection closed"
+    assert where == "The output of rank 1 has the positions of all ranks."
+
+
+def test_a_report_that_cannot_be_printed_is_raised_on_all_ranks(ranks: RankPool) -> None:
+    for _, raised in ranks.run(3, _fail_together, False):
+        assert "Positions of the ranks:" in raised, raised
 
 
 def _wait_for_each_other() -> list[str]:

@@ -24,7 +24,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -266,7 +266,8 @@ def report_on_failure(what: str = FAILED) -> Iterator[None]:
         expected = isinstance(error, TimeoutError) or is_communication_error(error)
         if isinstance(error, CollectiveMismatch) or not expected:
             raise
-        text = f"{what}\n{_rounds.report().text}\nThe error was: {_without_frames(error)}"
+        report = _rounds.report(lambda text: _print(f"{what}\n{text}"))
+        text = f"{what}\n{report.text}\nThe error was: {_without_frames(error)}"
         raise RuntimeError(text) from None
 
 
@@ -279,14 +280,14 @@ class Report(NamedTuple):
     """A report about all ranks.
 
     Attributes:
-        text: The report.
+        text: The report; or its conclusion, and the rank that has printed it.
         proven: Whether it proves that ranks have issued different operations.
-        printer: The rank that prints it; -1 if none does.
+        long_wait: Whether it has been printed because of a long wait.
     """
 
     text: str
     proven: bool
-    printer: int = -1
+    long_wait: bool = False
 
 
 class ReportRounds:
@@ -304,21 +305,24 @@ class ReportRounds:
         """Start again with a new process group."""
         self._number = 0
 
-    def report(self, prints: bool = False) -> Report:
+    def report(self, tell: Callable[[str], object] | None = None, long_wait: bool = False) -> Report:
         """Return a report about all ranks.
 
         Args:
-            prints: Whether this rank prints it if it is the one that writes it.
+            tell: Prints it if this rank is the one that writes it.
+            long_wait: Whether it is about a long wait.
         """
         if not dist.is_initialized():
             return Report("The process group is gone.", False)
         with self._lock:
             try:
-                return _read_report(self._join(), prints)
+                return _read_report(self._join(), tell, long_wait)
             except RuntimeError as error:
                 reason = _without_frames(error)
                 text = f"Rank 0 holds their positions and cannot be reached ({reason}): it has ended. {REMEDY}"
-                return Report(text, False, dist.get_rank() if prints else -1)
+                if tell is not None and long_wait:
+                    tell(text)
+                return Report(text, False, long_wait)
 
     def answer(self) -> Report | None:
         """Answer if a rank has requested a report, and return that report; None if no rank has."""
@@ -328,7 +332,7 @@ class ReportRounds:
             if not Round(f"{_PREFIX}/{self._number}").is_judged:
                 return None
             joined = self._join()
-        return _read_report(joined, prints=False)
+        return _read_report(joined)
 
     def _join(self) -> Round:
         """Answer in this round, and advance to the next one."""
@@ -342,29 +346,38 @@ class ReportRounds:
     def leave_last_answer(self) -> None:
         """Store an answer for requests after this process has ended."""
         error = error_at_end()
-        how = "it has ended" if error is None else f"it has ended with {type(error).__name__}: {one_line(str(error))[:200]}"
+        with_error = "" if error is None else f" with {type(error).__name__}: {one_line(str(error))[:200]}"
         # Another rank's process may hold the store and be gone already; torch would log that at length.
         if holds_store() or error is not None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            Round(_ENDED).publish(dist.get_rank(), JOURNAL.as_json(how))
+            Round(_ENDED).publish(dist.get_rank(), JOURNAL.as_json(f"it has ended{with_error}"))
 
 
 _rounds = ReportRounds()
 
 
-def _read_report(joined: Round, prints: bool) -> Report:
-    """The report of a round, which the first rank that requests it writes."""
+def _read_report(joined: Round, tell: Callable[[str], object] | None = None, long_wait: bool = False) -> Report:
+    """The report of a round, which the first rank that requests it writes, and prints before others can read it."""
 
     def write(end: float) -> str:
         size = dist.get_world_size()
         answers = joined.collect(range(size), end, otherwise=Round(_ENDED))
         hosts = {int(rank): host for rank, host in Round(_HOSTS).collect(range(size), 0.0).items()}
         text, proven = describe({int(rank): json.loads(answer) for rank, answer in answers.items()}, size, hosts)
-        return json.dumps([text, proven, dist.get_rank() if prints else -1])
+        printer = -1
+        if proven or tell is not None:
+            with suppress(OSError, ValueError):  # a closed stderr: all ranks have the text
+                (tell or _print)(text)
+                printer = dist.get_rank()
+        return json.dumps([text, proven, long_wait, printer])
 
     written = joined.verdict(write)
     if written is None:
         return Report("Another rank was to write the report, but has not done so in time.", False)
-    return Report(*json.loads(written))
+    text, proven, long_wait, printer = json.loads(written)
+    # Rank 0 has all of it, too: its output may be the only one that is kept.
+    if printer >= 0 and dist.get_rank() not in (0, printer):
+        text = f"{text.splitlines()[0]}\nThe output of rank {printer} has the positions of all ranks."
+    return Report(text, proven, long_wait)
 
 
 class Watchdog(threading.Thread):
@@ -422,12 +435,13 @@ class Watchdog(threading.Thread):
             prints = stuck >= self._seconds and self._reported != count
             if not (prints or doubted or (stuck >= self._compare_after and self._compared != count)):
                 return
-            report, self._compared = _rounds.report(prints), count
-        if report.printer >= 0:
+            report, self._compared = _rounds.report(self._tell if prints else None, prints), count
+        if report.long_wait:
             self._reported = count  # ranks that wait as well do not print a second report
-            if report.printer == dist.get_rank():
-                self._on_report(f"Megatron-FSDP: no communication has ended for {self._seconds:.0f} s.\n{report.text}")
         _act_on(report)
+
+    def _tell(self, text: str) -> None:
+        self._on_report(f"Megatron-FSDP: no communication has ended for {self._seconds:.0f} s.\n{text}")
 
     def stop(self) -> None:
         """Stop the thread."""
