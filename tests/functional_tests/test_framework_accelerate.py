@@ -393,12 +393,16 @@ def test_what_does_not_work_raises_an_error(ranks: RankPool) -> None:
 
 def test_the_page_translates_every_key_of_fsdp_config() -> None:
     from accelerate.commands.launch import launch_command_parser
+    from transformers import TrainingArguments
 
     options = {option for action in launch_command_parser()._actions for option in action.option_strings}
     page = (ROOT / "docs" / "frameworks" / "huggingface.md").read_text()
     table = page.partition("| accelerate's `fsdp_config` | here |")[2].partition("\n\n")[0]
     translated = set(re.findall(r"fsdp_\w+", "".join(row.split("|")[1] for row in table.splitlines()[2:])))
     assert {option[2:] for option in options if option.startswith("--fsdp_")} - translated == set()
+    keys = TrainingArguments.__doc__.partition("fsdp_config (`str`")[2].partition("> DeepSpeed")[0]  # type: ignore[union-attr]
+    of_trainer = set(re.findall(r"- (?!xla)(\w+) \(`", keys)) - {name.removeprefix("fsdp_") for name in translated}
+    assert of_trainer == {"cpu_offload"} and "`cpu_offload` is `fsdp_offload_params`" in page
     arguments = set(re.findall(r"`(\w+)(?:=[^`]*)?`", "".join(row.split("|")[2] for row in table.splitlines()[2:])))
     known = {*inspect.signature(fully_shard_model).parameters, "save_model", "save_state"}
     known |= {"TrainingArguments", "gradient_checkpointing"}
