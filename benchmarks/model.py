@@ -125,7 +125,7 @@ class Transformer(nn.Module):
 
 
 class ComputeIn(nn.Module):
-    """A module that computes in another dtype than that of its weights, for peers without mixed precision per unit."""
+    """A module that computes in a different dtype than its weights have, for peers without mixed precision per unit."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()

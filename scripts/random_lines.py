@@ -3,9 +3,9 @@
     python scripts/random_lines.py --lines 100 --seed 1 --markdown out/lines.md
 
 A line combines a model, a topology, an optimizer, options of the loop and of FSDP. It trains four iterations with DDP
-and with FSDP. Then FSDP goes on from the checkpoint of the second iteration, its own or DDP's, with another strategy
-and often other tensor, pipeline, context and expert parallelism. Losses and gradient norms of all iterations must
-agree. A line is
+and with FSDP. Then FSDP goes on from the checkpoint of the second iteration, its own or DDP's, with a different
+strategy and often other tensor, pipeline, context and expert parallelism. Losses and gradient norms of all iterations
+must agree. A line is
 
 right; invalid, because DDP ends in an error as well; refused, by a row of docs/limits.md;
 DIFFERS, in training or after the checkpoint;

@@ -107,7 +107,7 @@ class FSDPConfig:
         enable_fine_grained_param_gather: Make every module that directly owns parameters a unit. The peak has two
             modules in place of two units; collectives are more and smaller.
         use_decoupled_grad: Put gradients into ``.decoupled_grad`` of the main weights instead of ``.grad``, for
-            optimizers that accept gradients of another dtype than the weights.
+            optimizers that accept gradients of a different dtype than the weights.
         cuda_graph_mode: Keep all buffers and gradients at fixed addresses, so that a CUDA graph of a whole iteration
             can be captured, whose replay has no launch overhead. ``zero_grad`` then fills gradients with zeros. Needs
             CUDA; implies ``fsdp_double_buffer`` and ``zero_unused_gradients``.

@@ -62,7 +62,7 @@ def value_of(output: Output) -> torch.Tensor:
 
 
 class Linear(nn.Linear):
-    """Computes in its input's dtype, so that main weights of another dtype give the reference of mixed precision."""
+    """Computes in its input's dtype, so that weights of a different dtype give the reference of mixed precision."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))

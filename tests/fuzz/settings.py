@@ -58,7 +58,7 @@ class Setting(NamedTuple):
 
     @property
     def mixed(self) -> bool:
-        """Whether the model computes in another dtype than that of its main weights."""
+        """Whether the model computes in a different dtype than that of its main weights."""
         return self.precision in ("bf16", "main")
 
     def valid(self) -> "Setting":

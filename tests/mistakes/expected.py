@@ -75,7 +75,7 @@ PARTS: dict[str, tuple[str, ...]] = {
 OF_TORCH = {
     "FSDP2 inside",
     "A second backward of the same loss",
-    "Input of another dtype than the model",
+    "Input of a different dtype than the model",
     "State from an optimizer of another model",
     "A checkpoint that does not exist",
     "A checkpoint that was not written to its end",

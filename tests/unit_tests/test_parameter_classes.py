@@ -16,7 +16,7 @@ from tests.ranks import RankPool
 
 
 class Quantized(torch.Tensor):
-    """8-bit values and a scale that appear as another dtype. Values assigned to ``.data`` are quantized."""
+    """8-bit values and a scale that appear as a different dtype. Values assigned to ``.data`` are quantized."""
 
     codes: torch.Tensor
     scale: torch.Tensor

@@ -144,7 +144,7 @@ class MegatronFSDP(ShardedModel):
 
     @contextmanager
     def mixed_precision_context(self, mixed_precision_policy: MixedPrecisionPolicy) -> Iterator[None]:
-        """Context in which gradients are reduced in another dtype; see :meth:`reset_mixed_precision_policy`."""
+        """Context in which gradients are reduced in a different dtype; see :meth:`reset_mixed_precision_policy`."""
         before = self.mp_policy
         self.reset_mixed_precision_policy(mixed_precision_policy)
         try:
@@ -156,7 +156,7 @@ class MegatronFSDP(ShardedModel):
         """Change the dtype that gradients are reduced in. Dtypes of main weights and gradients stay as they are.
 
         Raises:
-            NotImplementedError: Communication buffers have fixed addresses, and are laid out for another dtype.
+            NotImplementedError: Communication buffers have fixed addresses, and are laid out for a different dtype.
             RuntimeError: A backward has accumulated gradients that are not reduced yet.
             ValueError: float16 and bfloat16 would be mixed.
         """

@@ -37,7 +37,7 @@ def check_class(name: str, parameter: nn.Parameter) -> None:
     """Raise unless a parameter's values are those of a plain tensor, which can become a view of a flat buffer.
 
     Parameters of a registered class are accepted: :mod:`megatron.fsdp.quantized` knows how they are stored. Another
-    tensor subclass may keep quantized values and report another dtype. Assigning to its ``.data`` would then train a
+    tensor subclass may keep quantized values and report a different dtype. Assigning to its ``.data`` would train a
     copy. Classes that only add attributes to ``nn.Parameter`` are fine.
 
     Raises:

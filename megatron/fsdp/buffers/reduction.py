@@ -244,7 +244,7 @@ class Reduction:
         if not axis.scatters:
             self.collectives.all_reduce(flat, self._op, axis.group)
             return self.cast(flat, dtype, axis.writer)
-        # In place unless the sum is wider or the result is kept. A shard in another dtype is a copy anyway.
+        # In place unless the sum is wider or the result is kept. A shard in a different dtype is a copy anyway.
         apart = flat.dtype != sums_in or (kept and flat.dtype == dtype)
         numel = axis.own.stop - axis.own.start
         shard = self.pool.scratch(numel, sums_in, flat.device, axis.writer) if apart else flat[axis.own]
@@ -255,7 +255,7 @@ class Reduction:
         return total
 
     def cast(self, tensor: torch.Tensor, dtype: torch.dtype, writer: Writer = Writer.TASKS) -> torch.Tensor:
-        """The tensor itself, or a copy in memory of the pool if it has another dtype."""
+        """The tensor itself, or a copy in memory of the pool if it has a different dtype."""
         if tensor.dtype == dtype:
             return tensor
         return self.pool.scratch(tensor.numel(), dtype, tensor.device, writer).copy_(tensor)

@@ -232,7 +232,7 @@ def plain_dtype(name: Any, align: bool = False, copy: bool = True) -> Any:
     """A numpy dtype of numbers, booleans or text.
 
     Raises:
-        ValueError: The name stands for another dtype.
+        ValueError: The name stands for a different dtype.
     """
     if not isinstance(name, str) or not _PLAIN_DTYPE.fullmatch(name):
         raise ValueError(f"expected a plain numpy dtype; got {name!r}")

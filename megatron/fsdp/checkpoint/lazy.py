@@ -72,7 +72,7 @@ class LazyTensor:
             target[region.slices(origin)].copy_(self.read(region))
 
     def to(self, dtype: torch.dtype) -> "LazyTensor":
-        """The same values in another dtype."""
+        """The same values in a different dtype."""
         if dtype == self.dtype:
             return self
         return LazyTensor(self.shape, dtype, lambda region: self.read(region).to(dtype))

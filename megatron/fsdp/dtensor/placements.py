@@ -2,7 +2,7 @@
 
 torch's ``Shard`` stands for even chunks along a dimension. A sharded flat buffer gives each rank some rows of each
 parameter, sometimes part of a row, sometimes nothing; :class:`RaggedShard` describes that. It replaces ``Shard(0)`` in
-a DTensor's spec, so every tensor derived from it (a copy, another dtype, optimizer state) has the same layout. The idea
+a DTensor's spec, so every tensor derived from it (a copy, optimizer state) has the same layout, in any dtype. The idea
 is that of veScale's ``RaggedShard`` (arXiv:2602.22437).
 
 ``DTensorSpec``, ``TensorMeta`` and ``_StridedShard`` are private in torch and may change between versions.
@@ -260,7 +260,7 @@ def reported(spec: DTensorSpec) -> ReportedPlacements:
 
 
 def spec_like(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
-    """The spec for another dtype; ``spec`` itself if the dtype does not change."""
+    """The spec for a different dtype; ``spec`` itself if the dtype does not change."""
     meta = spec.tensor_meta
     assert meta is not None
     if meta.dtype == dtype:

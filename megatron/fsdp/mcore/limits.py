@@ -368,7 +368,7 @@ ADJUSTMENTS: tuple[Adjustment, ...] = (
     ),
     Adjustment(
         "gradient_accumulation_fusion",
-        "Transformer Engine writes gradients of another dtype than the weights' from version 2.10 on",
+        "Transformer Engine writes gradients of a different dtype than the weights' from version 2.10 on",
         False,
         condition=lambda s: bool(s["gradient_accumulation_fusion"]) and not _transformer_engine_fits(),
     ),

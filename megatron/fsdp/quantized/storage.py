@@ -93,7 +93,7 @@ class WeightStorage(Protocol):
 
     @property
     def takes_dtype(self) -> bool:
-        """Whether :meth:`bind` can give parameters another dtype. If not, ``compute_dtype`` must be theirs."""
+        """Whether :meth:`bind` can give parameters a different dtype. If not, ``compute_dtype`` must be theirs."""
 
     @property
     def is_repeatable(self) -> bool:

@@ -340,7 +340,7 @@ def _check_dtypes(part: UnitPart, device: torch.device, policy: MixedPrecisionPo
             continue
         reason = storage.problem(parameter, device)
         if policy.compute_dtype not in (None, parameter.dtype) and not storage.takes_dtype:
-            reason = f"compute_dtype={policy.compute_dtype} is another dtype than the one that it appears to have"
+            reason = f"compute_dtype={policy.compute_dtype} is a different dtype than the one that it appears to have"
         if reason is not None:
             raise NotImplementedError(
                 f"Parameter {param.name} is a quantized {type(parameter).__name__} of {parameter.dtype}, which cannot "

@@ -272,7 +272,7 @@ def _group(group: GroupShape, config: FSDPConfig, axes: AxisSizes, on_host: bool
         between = layout.numel // (axes.inner if sharding.inner.shards_gradients else 1)
         found.gradients = max(owned * dtypes.main_params.itemsize, between * dtypes.main_grads.itemsize)
         found.produced = layout.numel * dtypes.compute.itemsize
-        # A sum of full gradients is reduced where it is, unless that takes another dtype.
+        # A sum of full gradients is reduced where it is, unless that takes a different dtype.
         if sharding.inner.shards_gradients or dtypes.grad_comm != dtypes.main_grads:
             found.reducing = layout.numel * dtypes.grad_comm.itemsize
     if on_host:

@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 8 -m megatron.fsdp.selftest [--out selftest.txt] [--folder SHARED]
 
 Every strategy trains a small model, and is compared with torch's DDP on the same data. A checkpoint is saved, and
-loaded with another strategy. On GPUs, buffers are registered with NCCL and a step is captured in a CUDA graph. A line
-is printed for each check, then one verdict. The file for a report has the versions, the devices and all errors.
+loaded with a different strategy. On GPUs, buffers are registered with NCCL and a step is captured in a CUDA graph.
+A line is printed for each check, then one verdict. The file for a report has the versions, the devices and all errors.
 
 Exit codes: 0 everything passed; 1 something failed, or hung.
 """
@@ -202,7 +202,7 @@ def hsdp(machine: Machine, outer: str) -> str:
 
 
 def checkpoint(machine: Machine) -> str:
-    """Save, and go on from the files with another strategy: as if the run had not ended."""
+    """Save, and go on from the files with a different strategy: as if the run had not ended."""
     with _shared_folder(machine) as folder:
         model, optimizer = _sharded(machine)
         machine.train(model, optimizer, range(2))

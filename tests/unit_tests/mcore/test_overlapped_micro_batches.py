@@ -154,7 +154,7 @@ def _buffers(layers: int) -> tuple[list[int], list[float]]:
 
 
 def _registered(layers: int, expected: list[list[float]]) -> list[Event]:
-    """Train with registered buffers. Collectives of earlier models have ended: they were of another process group."""
+    """Train with registered buffers. Collectives of earlier models have ended: they had a different process group."""
     with mm.megatron(expert_model_parallel_size=2), Recorder().installed() as recorder:
         with _delaying_weight_gradients():
             assert _train("optim_grads_params", nccl_ub=True, **_layers(layers)) == expected[dist.get_rank()]

@@ -55,7 +55,7 @@ def prepare_export(
     if wanted is None:
         config = to_config(exported.model, found)
     else:
-        # The original may be quantized or of another dtype; the exported weights are not.
+        # The original may be quantized or of a different dtype; the exported weights are not.
         config = {k: v for k, v in config.items() if k not in ("quantization_config", "dtype")}
         config["torch_dtype"] = str(found).removeprefix("torch.")
         if exported.model.mtp_layers != model.mtp_layers:

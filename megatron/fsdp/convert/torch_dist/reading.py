@@ -104,8 +104,8 @@ def _optimizer(
         if match["key"] not in model:
             raise ValueError(f"{reader.path}: {key} is optimizer state of a tensor that the checkpoint does not have.")
         shape = model[match["key"]].shape
-        whole = tensor if tensor.shape == shape else ungrid(tensor, shape)
-        stored.setdefault(match["kind"], {})[match["key"]] = whole
+        full = tensor if tensor.shape == shape else ungrid(tensor, shape)
+        stored.setdefault(match["kind"], {})[match["key"]] = full
     states = {kind: to_canonical(tensors, TORCH_DIST, facts) for kind, tensors in stored.items()}
     return _Optimizer(states, [group for chain in groups.chains(common.get("optimizer")) for group in chain])
 

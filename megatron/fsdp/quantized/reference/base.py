@@ -140,7 +140,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: torch.Tensor, weight: ReferenceTensor) -> torch.Tensor:
         output = F.linear(input, weight.dequantize(Direction.FORWARD))
-        # Under autocast, the matmul is in another dtype than its factors.
+        # Under autocast, the matmul is in a different dtype than its factors.
         ctx.save_for_backward(input.to(output.dtype), weight)
         return output
 
