@@ -2,8 +2,8 @@
 
     python -m benchmarks.report
 
-docs/status.md gets when and where each benchmark ran, and what the planner predicted; docs/performance gets the plots
-of ``SHOWN``. docs/performance.md is written by hand and explains the method; this module does not touch it.
+docs/status.md gets when and where each benchmark ran, and what the planner predicted. docs/performance.md is written by
+hand and explains the method; this module does not touch it.
 """
 
 import shutil
@@ -19,9 +19,6 @@ from benchmarks.results import FOLDER, Case, Result, load_all
 from benchmarks.sections import SECTIONS
 from scripts import status
 
-PICTURES = status.PAGE.parent / "performance"
-# The benchmarks whose plots docs/performance.md shows.
-SHOWN = ("memory", "step")
 HEAD = """# Benchmark tables
 
 `make bench-report` generates this page from the results next to it. docs/performance.md explains the method and the
@@ -149,24 +146,16 @@ def _summary(result: Result) -> dict[str, Summary]:
     return next((case.figures[planner.NAME] for case in result.cases if planner.NAME in case.figures), {})
 
 
-def kept(result: Result) -> int | None:
-    """The case whose plot docs/performance.md shows, the first with the most peers; None without plots."""
-    plotted = [number for number, case in enumerate(result.cases) if plots.is_plotted(result, case)]
-    return max(plotted, key=lambda number: len(result.cases[number].figures), default=None)
-
-
 def main() -> int:
     """Write the pages and the pictures."""
     results = load_all(FOLDER)
     pictures = FOLDER / "pictures"
     shutil.rmtree(pictures, ignore_errors=True)
     pictures.mkdir(parents=True)
-    for name, result in results.items():
+    for result in results.values():
         for number, case in enumerate(result.cases):
             if plots.is_plotted(result, case):
                 plots.draw(result, case, pictures / plots.file_name(result, number))
-        if name in SHOWN and (chosen := kept(result)) is not None:
-            shutil.copyfile(pictures / plots.file_name(result, chosen), PICTURES / f"{name}.png")
     (FOLDER / "tables.md").write_text(page(results))
     status.write("benchmarks", summary(results))
     status.write("predictions", predictions(results))

@@ -19,6 +19,7 @@ from xml.sax.saxutils import escape
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
@@ -27,8 +28,10 @@ sys.path.insert(0, str(ROOT))
 
 from megatron.fsdp.comm import streams  # noqa: E402
 from megatron.fsdp.sharding.layout import Layout  # noqa: E402
+from megatron.fsdp.sharding.mesh import MeshIndex  # noqa: E402
+from megatron.fsdp.sharding.ownership import Ownership, shards_of  # noqa: E402
 from megatron.fsdp.sharding.packing import plan_layout  # noqa: E402
-from megatron.fsdp.sharding.strategy import INNER  # noqa: E402
+from megatron.fsdp.sharding.strategy import INNER, OUTER, Sharding  # noqa: E402
 from megatron.fsdp.tools.trace.clock import HostClock  # noqa: E402
 from megatron.fsdp.tools.trace.recorder import StepRecorder  # noqa: E402
 from megatron.fsdp.tools.trace.spans import Kind, RankTrace, Row  # noqa: E402
@@ -290,19 +293,28 @@ def draw_stages() -> Drawing:
     return drawing
 
 
+def _place_of(rank: int, outer: str) -> str:
+    """The shard of the main weights that one of the ranks of two nodes holds."""
+    with fake_ranks(2 * RANKS, rank):
+        mesh = init_device_mesh("cpu", (2, RANKS), mesh_dim_names=("outer", "inner"))
+        axes, sharding = MeshIndex(mesh, "inner", "outer").dense, Sharding(INNER["optim_grads_params"], OUTER[outer])
+        layout = plan_layout([*LAYER.values()], shards_of(sharding, axes))
+        return f"{(Ownership.of(layout, sharding, axes).index or 0) + 1} of {layout.num_shards}"
+
+
 def draw_meshes() -> Drawing:
     """Which shard of the main weights each GPU of two nodes holds: HSDP and hybrid FSDP."""
     drawing = Drawing("Two nodes of four GPUs with HSDP and with hybrid FSDP", 442)
-    for group, (title, spread) in enumerate({"HSDP": 1, "hybrid FSDP": 2}.items()):
+    for group, (title, outer) in enumerate({"HSDP": "no_shard", "hybrid FSDP": "optim"}.items()):
         top = 34 + group * 184
         drawing.text(24, top, f"{title}: main weights", extra=BOLD)
         for node in range(2):
             y = top + 16 + node * 68
             drawing.text(24, y + 32, f"node {node}", extra=SMALL)
             for gpu in range(RANKS):
-                x, part = 92 + gpu * 92, gpu * spread + (node if spread > 1 else 0)
+                x = 92 + gpu * 92
                 drawing.box(x, y, 84, 52, COLORS[gpu])
-                drawing.text(x + 42, y + 32, f"{part + 1} of {RANKS * spread}", "white", MIDDLE + SMALL)
+                drawing.text(x + 42, y + 32, _place_of(node * RANKS + gpu, outer), "white", MIDDLE + SMALL)
     drawing.text(24, 402, "All-gathers of compute weights stay inside a node.", extra=SMALL)
     drawing.text(24, 422, "Equal labels are replicas.", extra=SMALL)
     return drawing
@@ -312,9 +324,16 @@ def draw_dtypes() -> Drawing:
     """The dtypes of weights and gradients through a step, by the default policy with float32 gradients."""
     drawing = Drawing("Dtypes through a step: main weights, compute weights, gradients, main gradients", 250)
     drawing.text(24, 34, "Dtypes through a step of a bf16 model", extra=BOLD)
+    dtypes = MixedPrecisionPolicy(main_grads_dtype=torch.float32).resolve(torch.bfloat16, "weight")
+    names = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+    main, grads, compute = (names[each] for each in (dtypes.main_params, dtypes.main_grads, dtypes.compute))
     rows = [
-        [("main weights", "fp32 shard", 2), ("cast", "bf16 shard", 0), ("all-gather", "bf16 full", 0)],
-        [("optimizer", "fp32 shard", 2), ("reduce-scatter", "fp32 shard", 1), ("backward", "bf16 full", 1)],
+        [("main weights", f"{main} shard", 2), ("cast", f"{compute} shard", 0), ("all-gather", f"{compute} full", 0)],
+        [
+            ("optimizer", f"{main} shard", 2),
+            ("reduce-scatter", f"{grads} shard", 1),
+            ("backward", f"{compute} full", 1),
+        ],
     ]
     for number, row in enumerate(rows):
         for column, (name, dtype, color) in enumerate(row):
@@ -348,6 +367,28 @@ def draw_reshard() -> Drawing:
     drawing.text(24, 216, "The checkpoint stores the full parameter in parts.", extra=SMALL)
     drawing.text(24, 236, "Each rank that loads reads the rows it needs,", extra=SMALL)
     drawing.text(24, 256, "from as many parts as that takes.", extra=SMALL)
+    return drawing
+
+
+# Ratios to other engines ----------------------------------------------------------------------------------------------
+
+
+def draw_ratios(title: str, head: str) -> Drawing:
+    """Bars for the last two columns of the table of docs/performance.md that begins with ``head``."""
+    table = (ROOT / "docs" / "performance.md").read_text().partition(f"\n{head}")[2].partition("\n\n")[0]
+    names, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines())
+    bottom, left = 52 + 48 * len(rows), 110
+    drawing = Drawing(title, bottom + 44)
+    drawing.text(24, 34, f"{title}; lower is better", extra=BOLD)
+    for number, (*labels, first, second) in enumerate(rows):
+        y = 52 + 48 * number
+        drawing.text(24, y + 22, ", ".join(labels[: head.count("|") - 1]), extra=SMALL)
+        for ratio, top, color in zip((first, second), (y, y + 18), COLORS, strict=False):
+            width = float(ratio) * (WIDTH - left - 60)
+            drawing.box(left, top, width, 16, color)
+            drawing.text(left + width - 36, top + 13, ratio, "white", SMALL)
+    drawing.line(WIDTH - 60, 46, bottom)
+    _legend(drawing, bottom + 12, zip(names[-2:], COLORS, strict=False))
     return drawing
 
 
@@ -536,6 +577,8 @@ STATIC = {
     "hsdp": draw_meshes,
     "dtypes": draw_dtypes,
     "reshard": draw_reshard,
+    "peak_ratios": functools.partial(draw_ratios, "Peak relative to peers, by ranks", "| ranks |"),
+    "step_ratios": functools.partial(draw_ratios, "Step time relative to peers", "| dtype | tokens per rank |"),
 }
 
 

@@ -16,7 +16,6 @@ from benchmarks.sections import SECTIONS
 from benchmarks.suite.real_loop import PEERS as LOOP_PEERS
 from benchmarks.targets import TARGETS, Target, judge, judge_all
 
-METHOD = report.PICTURES.with_suffix(".md")
 BENCHMARKS_FOLDER = Path(report.__file__).parent
 
 
@@ -104,14 +103,6 @@ def test_the_summary_says_when_benchmarks_ran() -> None:
     about = {"date": "2026-11-21", "commit": "abc", "machine": machine, "versions": {"torch": "2.13.0"}}
     made = report.summary({name: Result(name, [_case(ours_3=[8.0])], about=about) for name in ("step", "memory")})
     assert "| step, memory | 2026-11-21 | abc | x |" in made
-
-
-def test_one_plot_of_a_benchmark_is_kept() -> None:
-    few, many = _case(ours_3=[8.0], fsdp2=[10.0]), _case(ours_3=[9.0], fsdp2=[10.0], ours_0=[3.0])
-    assert report.kept(Result("step", [few, many, many])) == 1
-    assert report.kept(Result("growth", [few])) is None
-    kept = {path.stem for path in report.PICTURES.glob("*.png")}
-    assert kept <= set(plots.PLOTS) and all(f"performance/{name}.png" in METHOD.read_text() for name in kept)
 
 
 def test_a_picture(tmp_path: Path) -> None:
