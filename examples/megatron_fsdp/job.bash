@@ -27,9 +27,8 @@ if [[ ${#RENDEZVOUS[@]} == 0 ]]; then
   HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
   RENDEZVOUS=(--nnodes "$NODES" --rdzv-backend c10d --rdzv-endpoint "$HEAD:${PORT:-29500}" --rdzv-id "$SLURM_JOB_ID")
 fi
-if [[ -n ${INTERFACE:-} ]]; then # such as ib0
-  export NCCL_SOCKET_IFNAME=$INTERFACE GLOO_SOCKET_IFNAME=$INTERFACE TP_SOCKET_IFNAME=$INTERFACE
-fi
+# INTERFACE is such as ib0.
+[[ -z ${INTERFACE:-} ]] || export NCCL_SOCKET_IFNAME=$INTERFACE GLOO_SOCKET_IFNAME=$INTERFACE TP_SOCKET_IFNAME=$INTERFACE
 # torchrun kills ranks that are saving after 30 s, unless told otherwise (torch 2.12 or later). Slurm sends SIGTERM to all
 # processes, so torchrun ignores it, and only ranks stop: that works with any version. A rank ignores it as well until its
 # handler exists, so a process on each node leaves a file then, which the handler looks for.
@@ -47,13 +46,14 @@ TORCHRUN=(
 trap : INT TERM # this script outlives the ranks
 set +e
 "${ON[@]}" bash -c "$START" launch "${PROFILER[@]}" "$PYTHON" "${TORCHRUN[@]}" "${ENTRY[@]}" "$SCRIPT" "${ARGUMENTS[@]}" 2>&1 |
-  (trap "" INT TERM && while IFS= read -r LINE; do printf '%(%F %T)T %s\n' -1 "$LINE"; done)
-CODE=${PIPESTATUS[0]}
-OUTCOME=
+  (trap "" INT TERM && while IFS= read -r LINE || [[ -n $LINE ]]; do printf '%(%F %T)T %s\n' -1 "$LINE"; done)
+CODE=${PIPESTATUS[0]} OUTCOME=
 [[ ! -f $SAVE/outcome.txt ]] || read -r OUTCOME REASON <"$SAVE/outcome.txt"
 echo "$NAME: exit code $CODE, ${OUTCOME:-no outcome} ${REASON:-}"
 if [[ $OUTCOME == stopped ]]; then # saved, and has more to do
-  [[ -z ${SLURM_JOB_ID:-} || ${REQUEUE:-1} == 0 ]] || scontrol requeue "$SLURM_JOB_ID"
+  AGAIN='JobState=RUNNING|Reason=TimeLimit|PreemptTime=[0-9]' # none of them after scancel: the job is just COMPLETING
+  [[ -z ${SLURM_JOB_ID:-} || ${REQUEUE:-1} == 0 || ! $(scontrol show job "$SLURM_JOB_ID") =~ $AGAIN ]] ||
+    scontrol requeue "$SLURM_JOB_ID"
   exit 75 # EX_TEMPFAIL: try again
 fi
 [[ $CODE == 0 && (-z $SAVE || $OUTCOME == finished) ]] || exit 1

@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
+#SBATCH --nodes=4 --ntasks-per-node=1 --exclusive --signal=TERM@600 --requeue --open-mode=append
 # Converts a large checkpoint of Megatron's DDP (torch_dist) for training with FSDP (fsdp_dtensor), on several machines.
 # Uses no GPU. A job that was interrupted resumes when it is submitted again.
 #
 #   CHECKPOINT=/checkpoints/run/iter_0001000 OUT=/checkpoints/fsdp/iter_0001000 bash sbatch_checkpoint_convert.sh
 #   DRY_RUN=1 ... bash sbatch_checkpoint_convert.sh                      prints the command
 #
-# Submits a Slurm job. Slurm's own variables (SBATCH_ACCOUNT, SBATCH_PARTITION, SBATCH_TIMELIMIT) choose the rest of it.
-# BACK=1 converts in the other direction. PARAM_GROUP_MAP names the JSON file with the optimizer group of each parameter.
+# Submits a Slurm job; sbatch does, too. Slurm's own variables (SBATCH_ACCOUNT, SBATCH_PARTITION, SBATCH_TIMELIMIT)
+# choose the rest of it. BACK=1 converts in the other direction. PARAM_GROUP_MAP names the JSON file with the optimizer
+# group of each parameter.
 set -euo pipefail
 HERE=$(dirname "${BASH_SOURCE[0]}")
 # sbatch runs a copy of this file; Slurm knows where the original is.

@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
-#SBATCH --time=4:00:00
+#SBATCH --nodes=64 --ntasks-per-node=1 --gpus-per-node=8 --exclusive
+#SBATCH --time=4:00:00 --signal=TERM@600 --requeue --open-mode=append
 # DeepSeek-V3 (671 B parameters, 37 B active) on 512 GPUs: ZeRO-3, expert parallelism, no pipeline parallelism.
 #
 #   OUTPUT_PATH=/runs/v3 DATA_PATH=/data/corpus CONTAINER_IMAGE=/images/x.sqsh bash sbatch_mfsdp_deepseek_v3.sh
 #   DRY_RUN=1 bash sbatch_mfsdp_deepseek_v3.sh                         prints the command
 #
-# Submits a Slurm job. Slurm's own variables (SBATCH_ACCOUNT, SBATCH_PARTITION, SBATCH_TIMELIMIT) choose the rest of it.
-# The variables below can be set in the environment. Without DATA_PATH it trains on synthetic tokens; without
-# CONTAINER_IMAGE, which needs Pyxis, it runs in the cluster's environment. MEGATRON_PATH may be a checkout of
-# Megatron-LM, whose pretrain_gpt.py is then used.
+# Submits a Slurm job; sbatch does, too. Slurm's own variables (SBATCH_ACCOUNT, SBATCH_PARTITION, SBATCH_TIMELIMIT)
+# choose the rest of it. The variables below can be set in the environment. Without DATA_PATH it trains on synthetic
+# tokens; without CONTAINER_IMAGE, which needs Pyxis, it runs in the cluster's environment. MEGATRON_PATH may be a
+# checkout of Megatron-LM, whose pretrain_gpt.py is then used.
 set -euo pipefail
 HERE=$(dirname "${BASH_SOURCE[0]}")
 # sbatch runs a copy of this file; Slurm knows where the original is.
@@ -73,7 +74,7 @@ TRAINING=(
   --log-interval 1 --log-throughput --log-num-zeros-in-grad --log-params-norm --log-timers-to-tensorboard
   --log-memory-to-tensorboard --log-validation-ppl-to-tensorboard --logging-level 40
   --tensorboard-dir "$OUTPUT_PATH/tensorboard" --distributed-timeout-minutes 60
-  --exit-signal-handler --exit-duration-in-mins 220
+  --exit-signal-handler
   --data-cache-path "$OUTPUT_PATH/cache" --split "99,1,0" --no-mmap-bin-files
   --no-create-attention-mask-in-dataloader --num-workers 6
 )

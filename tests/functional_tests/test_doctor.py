@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -325,7 +326,8 @@ CLUSTER = {
         echo "$@" > "$LOG/options"
         for FILE in "$@"; do [[ ! -f $FILE ]] || break; done
         mkdir -p "$LOG/spool" && cp "$FILE" "$LOG/spool/slurm_script" && echo "   Command=$FILE" > "$LOG/job"
-        SLURM_JOB_NODELIST=n1 SLURM_JOB_ID=7 bash "$LOG/spool/slurm_script"
+        echo "   ${STATE:-JobState=RUNNING Reason=None PreemptTime=None}" >> "$LOG/job"
+        SLURM_JOB_NODELIST=n1 SLURM_JOB_ID=7 bash "$LOG/spool/slurm_script" > "$LOG/output"
         echo $? > "$LOG/code"
     """,
     "scontrol": """
@@ -336,11 +338,14 @@ CLUSTER = {
         esac
     """,
     "srun": """
+        echo "$@" > "$LOG/srun"
         while [[ $1 == --* ]]; do case $1 in --label | *=*) shift ;; *) shift 2 ;; esac; done
         exec "$@"
     """,
     "python": """
         printf '%s\\n' "$@" >> "$LOG/words"
+        echo "$NCCL_SOCKET_IFNAME $GLOO_SOCKET_IFNAME $TP_SOCKET_IFNAME" > "$LOG/interfaces"
+        printf %s "a last line without an end"
         [[ -z $SAYS ]] || (mkdir -p "$SAVED" && echo "$SAYS" > "$SAVED/outcome.txt")
         exit "${ENDS:-0}"
     """,
@@ -356,38 +361,91 @@ def cluster(folder: Path, **variables: str) -> dict[str, str]:
     return {**environment, "SAYS": "", **variables, "PATH": f"{folder}:{os.environ['PATH']}", "LOG": str(folder)}
 
 
-@pytest.mark.parametrize(
-    ("says", "ends", "code", "requeued"),
-    [
-        ("finished", "0", 0, False),
-        ("stopped SIGTERM", "0", 75, True),
-        ("stopped SIGTERM", "1", 75, True),  # torchrun's code after a signal that it has handled
-        ("failed rank 1", "1", 1, False),
-        ("finished", "1", 1, False),
-        ("", "0", 1, False),
-        ("", "137", 1, False),
-    ],
-)
+# How a run ends, the exit code of its job, and whether the job is queued again.
+ENDS = [
+    ("finished", "0", 0, False),
+    ("stopped SIGTERM", "0", 75, True),
+    ("stopped SIGTERM", "1", 75, True),  # torchrun's code after a signal that it has handled
+    ("failed rank 1", "1", 1, False),
+    ("", "0", 1, False),
+    ("", "137", 1, False),
+]
+
+
+def submit(script: Path, folder: Path, saved: Path, **variables: str) -> tuple[int, bool]:
+    """Submit a job where an earlier one was stopped. Returns its exit code, and whether it is queued again."""
+    saved.mkdir(parents=True)
+    (saved / "outcome.txt").write_text("stopped by an earlier run\n")
+    env = cluster(folder, OUT=str(folder / "out"), SAVED=str(saved), **variables)
+    # From a folder that has nothing to do with the repository; the job runs a copy in another one.
+    subprocess.run(["sbatch", script], env=env, cwd=folder, check=True, timeout=60)
+    return int((folder / "code").read_text()), (folder / "requeued").exists()
+
+
+@pytest.mark.parametrize(("says", "ends", "code", "requeued"), [*ENDS, ("finished", "1", 1, False)])
 def test_the_exit_code_of_a_job_says_how_it_ended(
     says: str, ends: str, code: int, requeued: bool, tmp_path: Path
 ) -> None:
-    saved = tmp_path / "out" / "checkpoints"
-    saved.mkdir(parents=True)
-    (saved / "outcome.txt").write_text("stopped by an earlier run\n")
-    variables = {"OUT": str(tmp_path / "out"), "SAVED": str(saved), "SAYS": says, "ENDS": ends}
     script = ROOT / "examples" / "megatron_fsdp" / LLAMA3_70B
-    # From a folder that has nothing to do with the repository, and a copy in another one.
-    subprocess.run(["bash", script], env=cluster(tmp_path, **variables), cwd=tmp_path, check=True, timeout=60)
-    assert (tmp_path / "code").read_text() == f"{code}\n"
-    assert (tmp_path / "requeued").exists() is requeued
-    options = (tmp_path / "options").read_text()
-    assert "--job-name out-" in options and "--requeue --signal TERM@600 --open-mode append" in options
+    variables = {"SAYS": says, "ENDS": ends, "INTERFACE": "ib0"}
+    assert submit(script, tmp_path, tmp_path / "out" / "checkpoints", **variables) == (code, requeued)
+    assert "a last line without an end\n" in (tmp_path / "output").read_text()
+    assert "--kill-on-bad-exit=1" in (tmp_path / "srun").read_text().split()
+    assert (tmp_path / "interfaces").read_text() == "ib0 ib0 ib0\n"
+    assert flag((tmp_path / "words").read_text().splitlines(), "--log-dir") == str(tmp_path / "out" / "logs")
+
+
+def script_of_the_page(folder: Path) -> Path:
+    """The script for Slurm without torchrun."""
+    page = (ROOT / "docs" / "guide" / "multi_node.md").read_text()
+    script = folder / "train.sbatch"
+    script.write_text(page.split('```bash title="train.sbatch"\n')[1].split("```")[0])
+    return script
+
+
+@pytest.mark.parametrize(("says", "ends", "code", "requeued"), ENDS)
+def test_the_exit_code_of_the_pages_job(says: str, ends: str, code: int, requeued: bool, tmp_path: Path) -> None:
+    script = script_of_the_page(tmp_path)
+    assert submit(script, tmp_path, tmp_path / "run", SAYS=says, ENDS=ends) == (code, requeued)
+
+
+@pytest.mark.parametrize(
+    ("state", "requeued"),
+    [
+        ("JobState=COMPLETING Reason=None PreemptTime=None", False),  # scancel, or Slurm has queued it
+        ("JobState=CANCELLED Reason=None PreemptTime=None", False),
+        ("JobState=COMPLETING Reason=TimeLimit PreemptTime=None", True),  # it saved in the last seconds
+        ("JobState=COMPLETING Reason=None PreemptTime=2026-11-28T06:00:00", True),  # PreemptMode=CANCEL
+        ("JobState=RUNNING Reason=None PreemptTime=2026-11-28T06:00:00", True),  # GraceTime
+    ],
+)
+@pytest.mark.parametrize("of_page", [False, True], ids=["examples", "page"])
+def test_a_cancelled_job_is_not_queued_again(of_page: bool, state: str, requeued: bool, tmp_path: Path) -> None:
+    script = script_of_the_page(tmp_path) if of_page else ROOT / "examples" / "megatron_fsdp" / LLAMA3_70B
+    saved = tmp_path / ("run" if of_page else "out/checkpoints")
+    assert submit(script, tmp_path, saved, SAYS="stopped SIGTERM", STATE=state) == (75, requeued)
+
+
+@pytest.mark.parametrize("name", [LLAMA3_70B, DEEPSEEK_V3, "sbatch_checkpoint_convert.sh"])
+def test_sbatch_runs_a_script_as_bash_does(name: str, tmp_path: Path) -> None:
+    """The lines for sbatch have the options that the script gives to sbatch, but those that need the arguments."""
+    script = ROOT / "examples" / "megatron_fsdp" / name
+    variables = {"CHECKPOINT": str(tmp_path), "OUT": str(tmp_path / "out"), "OUTPUT_PATH": str(tmp_path / "out")}
+    subprocess.run(["bash", script], env=cluster(tmp_path, **variables), check=True, timeout=60)
+    words = (tmp_path / "options").read_text().split()
+    given = re.findall(r"--[a-z-]+(?:[ =][^- ]\S*)?", " ".join(words[: words.index(str(script))]))
+    lines = " ".join(line for line in script.read_text().splitlines() if line.startswith("#SBATCH"))
+    assert "--dependency singleton" in given
+    needs_arguments = ("--job-name", "--dependency", "--output", "--export")
+    expected = {option.replace(" ", "=") for option in given if not option.startswith(needs_arguments)}
+    assert expected <= set(lines.split()) and "--nodes" in str(expected), expected
 
 
 @pytest.mark.parametrize(
     ("name", "missing", "variables"),
     [
-        (LLAMA3_70B, "/data/corpus.bin", {"DATA": "/data/corpus", "TOKENIZER": "/"}),
+        (LLAMA3_70B, "/data/corpus.bin", {"DATA": "/data/corpus", "TOKENIZER": "meta-llama/Meta-Llama-3-70B"}),
+        (LLAMA3_70B, "/data/llama", {"TOKENIZER": "/data/llama"}),
         (DEEPSEEK_V3, "/data/v3", {"TOKENIZER": "/data/v3"}),
         (DEEPSEEK_V3, "/images/x.sqsh", {"TOKENIZER": "/data/v3", "CONTAINER_IMAGE": "/images/x.sqsh"}),
     ],
