@@ -13,9 +13,9 @@ GOOD = """#!/usr/bin/env bash
 #SBATCH --requeue --open-mode=append  # keep the log
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600
 srun --kill-on-bad-exit=1 torchrun --nproc-per-node 8 pretrain_gpt.py --train-iters 1000 --lr-warmup-iters 100 \\
-    --save-interval 500 --exit-signal-handler --exit-duration-in-mins 1400
+    --save out --save-interval 500 --exit-signal-handler --exit-duration-in-mins 1400
 read -r OUTCOME _ <out/outcome.txt
-[[ $OUTCOME != stopped ]] || scontrol requeue "$SLURM_JOB_ID"
+case $OUTCOME in finished) ;; stopped) scontrol requeue "$SLURM_JOB_ID" ;; *) exit 1 ;; esac
 """
 EXAMPLES = ROOT / "examples" / "megatron_fsdp"
 # What is changed, and what is found then.
@@ -25,6 +25,8 @@ CHANGES = {
     "other signal": ("TERM@600", "USR1@600", "Slurm sends SIGUSR1, which nothing handles"),
     "torchrun is in a hurry": ("TIMEOUT=600", "TIMEOUT=80", "ranks 80 s after SIGTERM. Set its time to 180"),
     "stopped": ("scontrol", "echo", "nothing queues it again"),
+    "failed": ("*) exit 1", "*)", "a job that has failed COMPLETED"),
+    "saves nothing": ("--save out", "", "Add --save FOLDER"),
     "no handler": ("--exit-signal-handler", "", "no handler"),
     "short grace": (
         "TERM@600",
@@ -77,6 +79,17 @@ def test_the_examples_lose_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "Use --signal=TERM@1400" in job.problems(read, 500, 100)[0]
     monkeypatch.setenv("GRACE", "70")  # which the scripts give to sbatch
     assert [found[:21] for found in job.problems(job.read(path), 60, 60)] == ["the grace of 70 s is "]
+
+
+@pytest.mark.parametrize("extra", ["--save-interval 100000", "--save-interval=100000", "--exit-duration-in-mins=9999"])
+def test_the_last_of_equal_flags_counts(extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EXTRA", f"--exit-duration-in-mins 1400 --save-interval=500 {extra}")
+    found = job.problems(job.read(EXAMPLES / "llama3_70b.sbatch"), 30)
+    assert [problem.split(" of 30 s")[0] for problem in found] == [
+        "--exit-duration-in-mins 9999 ends after the signal at 1430 minutes, or after the time limit. Use at most 1430."
+        if "duration" in extra
+        else "a checkpoint takes 100000 steps"
+    ]
 
 
 def test_the_time_limit_of_the_environment_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 # Seconds from SIGTERM to SIGKILL, by Slurm at the time limit and by torchrun, unless told otherwise.
@@ -40,7 +41,7 @@ class Job:
 
     @property
     def _command(self) -> list[str]:
-        return self.words or re.split(r"[\s\"'=]+", self.text)
+        return re.split(r"[\n=]", "\n".join(self.words)) if self.words else re.split(r"[\s\"'=]+", self.text)
 
     def has(self, flag: str) -> bool:
         """Whether the command has a flag."""
@@ -56,9 +57,8 @@ class Job:
         return any(HANDLER in path.read_text(errors="replace") for path in paths)
 
     def word(self, flag: str) -> str:
-        """The word after a flag of the command, or after a variable and =; empty if there is none."""
-        words = self._command
-        return words[words.index(flag) + 1] if flag in words[:-1] else ""
+        """The word after a flag of the command, or after a variable and =; the last counts. Empty if there is none."""
+        return next((value for value, word in pairwise(self._command[::-1]) if word == flag), "")
 
     def number(self, flag: str) -> float | None:
         """The number after a flag of the command; None if there is none."""
@@ -147,6 +147,8 @@ def problems(job: Job, step: float | None = None, save: float = 0.0) -> list[str
         )
     if not job.handles_signals:
         found.append("no handler: SIGTERM ends the run without a save. Add --exit-signal-handler, or StopSignals.")
+    if job.has("--exit-signal-handler") and not job.has("--save"):
+        found.append("--exit-signal-handler without --save saves nothing. Add --save FOLDER.")
     if needed is not None and job.grace is not None and needed >= job.grace:
         found.append(
             f"the grace of {job.grace:.0f} s is shorter than a step between two saves, {needed:.0f} s. Use "
@@ -197,6 +199,8 @@ def _of_queue(job: Job) -> list[str]:
             "a job that has stopped and saved ends, and nothing queues it again. After srun, run scontrol requeue "
             "$SLURM_JOB_ID if outcome.txt says stopped, as examples/megatron_fsdp/job.bash does."
         )
+    elif job.options and not job.shares_tail and not re.search(r"(?<![\w-])exit\b|set -\w*e", job.text):
+        found.append("Slurm calls a job that has failed COMPLETED. After srun, exit with 1 if outcome.txt says failed.")
     if job.options and "requeue" not in job.options:
         found.append("a job whose node is lost is not queued again. Add #SBATCH --requeue.")
     if job.options and job.options.get("open-mode") != "append":
