@@ -259,8 +259,11 @@ def test_the_newest_complete_checkpoint_of_any_loop(checkpoints: Path, caplog: p
     shutil.copytree(checkpoints / "step-1", checkpoints / "step-11")
     interrupted(checkpoints / "epoch9999")
     (checkpoints / "notes99").touch()
-    (checkpoints / "latest").mkdir()
+    for name in ("latest", "tb_20250101", "empty_99999"):
+        (checkpoints / name).mkdir()
+    (checkpoints / "tb_20250101" / "events.out.tfevents.1").touch()
     assert newest_complete_checkpoint(checkpoints) == checkpoints / "step-11", "11 > 2, unlike the names' order"
+    assert "epoch9999" in caplog.text and "tb_2025" not in caplog.text and "empty" not in caplog.text
 
 
 def test_numbers_of_different_kinds_do_not_tell_the_newest(checkpoints: Path) -> None:
