@@ -41,7 +41,7 @@ SwitchType=switch/none
 MpiDefault=none
 ReturnToService=2
 SlurmdTimeout=20
-KillWait=10
+KillWait=30
 MinJobAge=3600
 SchedulerParameters=sched_interval=5,bf_interval=5
 PreemptType=preempt/partition_prio

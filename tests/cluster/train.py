@@ -4,6 +4,7 @@ import argparse
 import os
 import time
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -59,7 +60,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.0)
     parser.add_argument("--every", type=int, default=3, help="steps between checkpoints")
     parser.add_argument("--slow", type=int, default=-1, help="a step of 40 seconds")
+    parser.add_argument("--fsync", type=float, help="seconds that it takes on rank 1")
     options = parser.parse_args()
+    if options.fsync and os.environ["RANK"] == "1":
+        mock.patch("os.fsync", lambda file: time.sleep(options.fsync)).start()
     with StopSignals(options.folder) as signals:
         dist.init_process_group("gloo")
         train(options, signals)
