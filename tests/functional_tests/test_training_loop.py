@@ -219,8 +219,19 @@ source examples/megatron_fsdp/job.bash
 """
 
 
+def stop(script: int, by_a_person: bool) -> None:
+    """Signal all processes, as Slurm does, or torchrun alone, as Ctrl-C would if it reached no rank."""
+    for process in tree_of(script):
+        words = Path(f"/proc/{process}/cmdline").read_text().split("\0")
+        if not by_a_person:
+            os.kill(process, signal.SIGTERM)
+        elif words[1:3] == ["-m", "torch.distributed.run"]:
+            os.kill(process, signal.SIGINT)
+
+
 @pytest.mark.timeout(600)
-def test_a_launch_script_stops_at_sigterm_and_resumes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("by_a_person", [False, True], ids=["SIGTERM", "SIGINT"])
+def test_a_launch_script_stops_at_a_signal_and_resumes(by_a_person: bool, tmp_path: Path) -> None:
     model = MODEL.replace("save-interval 2", "save-interval 1000")
 
     def start(iterations: int) -> subprocess.Popen[str]:
@@ -233,8 +244,7 @@ def test_a_launch_script_stops_at_sigterm_and_resumes(tmp_path: Path) -> None:
     with start(1000) as run:
         assert run.stdout is not None
         assert any("iteration        3/" in line for line in run.stdout)
-        for process in tree_of(run.pid):  # as Slurm does
-            os.kill(process, signal.SIGTERM)
+        stop(run.pid, by_a_person)
         run.stdout.read()
     assert (run.returncode, (tmp_path / "outcome.txt").read_text()) == (75, "stopped\n")
     saved = int((tmp_path / "latest_checkpointed_iteration.txt").read_text())
