@@ -58,7 +58,7 @@ class Job:
 
     def word(self, flag: str) -> str:
         """The word after a flag of the command, or after a variable and =; the last counts. Empty if there is none."""
-        return next((value for value, word in pairwise(self._command[::-1]) if word == flag), "")
+        return dict(pairwise(self._command)).get(flag, "")
 
     def number(self, flag: str) -> float | None:
         """The number after a flag of the command; None if there is none."""
@@ -136,10 +136,7 @@ def problems(job: Job, step: float | None = None, save: float = 0.0) -> list[str
     # The signal may arrive when a save begins.
     needed = None if step is None else step + 2 * save
     if job.grace is None:
-        found.append(
-            f"no signal to the ranks before the time limit: only {KILL_WAIT} s remain then. Add #SBATCH "
-            "--signal=TERM@600."
-        )
+        found.append(f"no signal to the ranks before the last {KILL_WAIT} s. Add #SBATCH --signal=TERM@600.")
     if job.handles_signals and job.other_signal:
         found.append(
             f"Slurm sends SIG{job.other_signal}, which nothing handles and ends the ranks. Use #SBATCH "
@@ -154,9 +151,7 @@ def problems(job: Job, step: float | None = None, save: float = 0.0) -> list[str
             f"the grace of {job.grace:.0f} s is shorter than a step between two saves, {needed:.0f} s. Use "
             f"--signal=TERM@{2 * needed:.0f} (GRACE={2 * needed:.0f} in the examples)."
         )
-    keeps = job.shares_tail or any(
-        name in job.text for name in ("SHUTDOWN_TIMEOUT", "--shutdown-timeout", "--signals-to-handle")
-    )
+    keeps = job.shares_tail or re.search(r"SHUTDOWN_TIMEOUT|--shutdown-timeout|--signals-to-handle", job.text)
     runs = "torchrun" in job.text or "torch.distributed.run" in job.text
     waits = job.number("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") or job.number("--shutdown-timeout")
     if runs and waits is not None and needed is not None and needed >= waits:
