@@ -82,13 +82,9 @@ def newest_complete_checkpoint(folder: str | os.PathLike, check: bool = True) ->
 def _numbered(folder: Path) -> list[Path]:
     """The subfolders with files of a checkpoint whose names end with a number, highest first."""
     names = [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+    # Folders of other things, such as tensorboard's, have dates.
     found = [(int(match[0]), path) for path in names if (match := re.search(r"[0-9]{1,18}$", path.name))]
-    return [path for _, path in sorted(found, reverse=True) if any(map(_is_of_checkpoint, path.iterdir()))]
-
-
-def _is_of_checkpoint(file: Path) -> bool:
-    """Whether a file is of a checkpoint, also of an unfinished one; tensorboard's folders have numbers, too."""
-    return file.name == METADATA or file.name.endswith(".distcp")
+    return [path for _, path in sorted(found)[::-1] if (path / METADATA).is_file() or any(path.glob("*.distcp"))]
 
 
 def _first_complete(folders: list[Path], check: bool, checked: Collection[Path] = ()) -> int | None:
