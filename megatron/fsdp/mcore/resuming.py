@@ -29,6 +29,8 @@ VERIFY = "MEGATRON_FSDP_VERIFY_CHECKPOINT"
 
 # An iteration as Megatron writes it. Longer numbers would exceed Python's limit on conversions.
 _ITERATION = re.compile(r"[0-9]{1,18}")
+# Weights of other libraries. A .bin of another name is a dataset.
+_FOREIGN = re.compile(r".*\.(safetensors|pth?)|pytorch_model.*\.bin")
 _LEGACY = (
     "expected an fsdp_dtensor or torch_dist checkpoint; got the legacy format torch. Load it with Megatron's DDP and "
     "--auto-detect-ckpt-format, and save it with --ckpt-format torch_dist."
@@ -183,16 +185,19 @@ def _unusable(folder: Path) -> str:
     numbered = [name for name in names if re.fullmatch(r"iter_\d+", name)]
     if any(_is_legacy(folder / name) for name in ("", RELEASE, *numbered)):
         return _LEGACY
-    misnamed = [name for name in numbered if (folder / name / METADATA).is_file()]
-    if misnamed:
-        wanted = folder_of(folder, int(misnamed[0][5:])).name
-        return f"expected checkpoints named like {wanted}; got {misnamed[0]}. Rename it, or give it itself to --load."
-    if any(name.endswith(".safetensors") for name in names):
-        return (
-            "expected a checkpoint of Megatron; got safetensors files. Convert them with megatron-fsdp-inspector "
-            "import-safetensors, and load its output with --finetune."
-        )
     args = megatron_arguments()
+    # A checkpoint of another name: the output of convert, or of another loop. The pretrained one has its own argument.
+    pretrained = as_path(getattr(args, "pretrained_checkpoint", None) or "")
+    whole = [folder / name for name in names if folder / name != pretrained and (folder / name / METADATA).is_file()]
+    if whole:
+        return f"expected checkpoints named iter_NNNNNNN; got {whole[-1].name}. Give {whole[-1]} itself to --load."
+    foreign = [name for name in names if _FOREIGN.fullmatch(name)]
+    if foreign:
+        return (
+            f"expected a checkpoint of Megatron; got {foreign[0]}. Convert safetensors files with "
+            "megatron-fsdp-inspector import-safetensors, and load its output with --finetune. Save other files as "
+            "safetensors first, with transformers' save_pretrained() or safetensors.torch.save_file()."
+        )
     # Otherwise the first save of this run may have been killed.
     another = args is not None and getattr(args, "load", None) != getattr(args, "save", None)
     half = [name for name in names if _is_part(name)]

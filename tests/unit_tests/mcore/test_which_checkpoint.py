@@ -185,11 +185,17 @@ UNUSABLE = {
     "a file": (lambda folder: (folder.rmdir(), folder.write_text("")), "expected a folder; got a file"),
     "legacy": (lambda folder: (folder / "iter_0000005" / "mp_rank_00").mkdir(parents=True), "the legacy format torch"),
     "half": (lambda folder: (folder / "__0_0.distcp").touch(), "__0_0.distcp without .metadata.*convert it again"),
-    "weights": (lambda folder: (folder / "model.safetensors").touch(), "import-safetensors"),
-    "misnamed": (
-        lambda folder: ((folder / "iter_5").mkdir(), (folder / "iter_5" / ".metadata").touch()),
-        "named like iter_0000005; got iter_5",
-    ),
+    **{
+        name: (lambda folder, name=name: (folder / name).touch(), f"got {name}.*import-safetensors.*save_file")
+        for name in ("model.safetensors", "pytorch_model-00001-of-00002.bin", "weights.pt", "weights.pth")
+    },
+    **{
+        name: (
+            lambda folder, name=name: ((folder / name).mkdir(), (folder / name / ".metadata").touch()),
+            f"got {name}. Give .*/run/{name} itself to --load",
+        )
+        for name in ("iter_5", "output")
+    },
 }
 
 
@@ -243,6 +249,10 @@ def test_pretrained_weights_are_loaded_only_at_the_first_start(
     for iteration in (10, 20):
         (checkpoints / f"iter_{iteration:07d}" / ".metadata").unlink()
     assert not exists(str(checkpoints))
+    base = shutil.copytree(checkpoints / "iter_0000010", checkpoints / "base")
+    (base / ".metadata").touch()
+    monkeypatch.setattr(resuming, "megatron_arguments", lambda: SimpleNamespace(**OURS, pretrained_checkpoint=base))
+    assert not exists(str(checkpoints)) and exists(str(base))
 
 
 def interrupted(folder: Path) -> None:
