@@ -256,6 +256,9 @@ def _experts_by_name() -> tuple[dict[str, int], list[str]]:
     without = nn.Linear(8, 8).to(device())
     with pytest.raises(ValueError, match=r"expt_device_mesh serves no parameter.*'\.experts\.' in their names"):
         fully_shard_model(without, dense, "dp", expt_device_mesh=expert)
+    renamed = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("expert_dp", "ep"))
+    with pytest.raises(ValueError, match="different experts would be trained as one"):
+        fully_shard_model(without, dense, "dp", expt_device_mesh=renamed)
     whole = init_device_mesh(DEVICE, (4, 1), mesh_dim_names=("dp", "ep"))
     fully_shard_model(without, dense, "dp", expt_device_mesh=whole)  # every rank has all experts: it changes nothing
     return sizes, [text for text in texts if "expt_device_mesh" in text]

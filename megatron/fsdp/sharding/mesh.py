@@ -136,8 +136,8 @@ class MeshIndex:
         self.experts = self.dense
         self.expects_experts = True
         self.expert_mesh_error = None if expt_device_mesh is None else self._missing_axis(expt_device_mesh)
-        if self.expert_mesh_error is not None:
-            self.expt_device_mesh = None
+        if expt_device_mesh is not None and self.expert_mesh_error is not None:
+            self._given, self.expt_device_mesh = expt_device_mesh, None
         elif expt_device_mesh is not None:
             self.experts = self._axes(expt_device_mesh, hybrid_fsdp_expt_group, expt_fsdp_group_ag)
 
@@ -153,9 +153,13 @@ class MeshIndex:
 
     @property
     def divides_experts(self) -> bool:
-        """Whether experts are sharded over other ranks than dense parameters."""
-        dense, experts = (set(dist.get_process_group_ranks(axes.dp_group)) for axes in (self.dense, self.experts))
-        return dense != experts
+        """Whether experts are sharded over other ranks than dense parameters, or may be meant to be."""
+        groups = [self.experts.dp_group]
+        if self.expert_mesh_error is not None:
+            # Any axis of another name may be the data-parallel one. If none has the dense ranks, experts divide them.
+            groups = [self._given.get_group(axis) for axis in range(self._given.ndim)]
+        dense = set(dist.get_process_group_ranks(self.dense.dp_group))
+        return all(set(dist.get_process_group_ranks(group)) != dense for group in groups)
 
     def check_expert(self, name: str) -> None:
         """Check that the expert parameter ``name`` can be sharded.
