@@ -177,6 +177,7 @@ TRIED: dict[str, list[str]] = {
     ],
     "load_main_params_from_ckpt": ["--load {folder} --no-load-optim --load-main-params-from-ckpt"],
     "outer_dp_sharding_strategy": ["--num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim"],
+    "fsdp_buffer_count": ["--fsdp-double-buffer --fsdp-buffer-count 3"],
     "fsdp_manual_registration": ["--use-nccl-ub --fsdp-manual-registration"],
     "cp_comm_type": ["--context-parallel-size 2 --cp-comm-type p2p"],
     "ckpt_format": ["--ckpt-format torch", "--ckpt-format torch_dcp"],

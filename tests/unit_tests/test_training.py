@@ -126,6 +126,11 @@ def _every_element_has_a_place(sharded: MegatronFSDP) -> None:
         assert torch.equal(local_shard(mine.main), local_shard(theirs.main))
 
 
+def _three_buffers(sharded: MegatronFSDP) -> None:
+    slots = {id(unit.slot) for unit in sharded.engine.units[1:] if unit.temporary}
+    assert len(slots) == (3 if sharded.fsdp_config.zero_dp_strategy == STRATEGIES[-1] else 0)
+
+
 def _replicated(sharded: MegatronFSDP) -> None:
     assert sharded.engine.unit_names == [""]
     for group in sharded.engine.groups:
@@ -245,6 +250,9 @@ CASES: dict[str, dict[str, Case]] = {
     "double buffer": {
         "one": Case(Unequal, {"fsdp_double_buffer": True}, 3),
         "accumulation": Case(Unequal, {"fsdp_double_buffer": True}, 3, 3),
+        "three buffers": Case(
+            Unequal, {"fsdp_double_buffer": True, "max_unsharded_units": 3}, 3, 2, check=_three_buffers
+        ),
         **{
             f"units inside each other, {own}": Case(
                 Levels,

@@ -141,13 +141,13 @@ def _layers(count: int) -> dict[str, Any]:
     return {"num_layers": count, "moe_layer_freq": [1] * count}
 
 
-def _buffers(layers: int) -> tuple[list[int], list[float]]:
+def _buffers(layers: int, count: int | None) -> tuple[list[int], list[float]]:
     """Train with the double buffer as without it; return how many units use each buffer, and what was computed."""
     changes = _layers(layers)
     with mm.megatron(expert_model_parallel_size=2), _delaying_weight_gradients(), pytest.MonkeyPatch.context() as patch:
         expected = _train("optim_grads_params", **changes)
         engines: list[Any] = []
-        patch.setattr(mm, "FullyShardedDataParallel", _fsdp(engines))
+        patch.setattr(mm, "FullyShardedDataParallel", _fsdp(engines, count))
         assert _train("optim_grads_params", fsdp_double_buffer=True, **changes) == expected
         units = engines[0].units[1:]
         return sorted(Counter(id(unit.slot) for unit in units).values()), expected
@@ -163,10 +163,11 @@ def _registered(layers: int, expected: list[list[float]]) -> list[Event]:
         return recorder.events
 
 
-def _fsdp(engines: list[Any]) -> Callable[..., torch.nn.Module]:
+def _fsdp(engines: list[Any], buffers: int | None) -> Callable[..., torch.nn.Module]:
     def build(config: Any, **given: Any) -> torch.nn.Module:
         # Set before the model is built: the engine reads it, and the model's config accepts it with bf16 only.
         config.overlap_moe_expert_parallel_comm = True
+        given["ddp_config"].fsdp_buffer_count = buffers
         model = FullyShardedDataParallel(config=config, **given)
         engines.append(model.module.engine)
         return model
@@ -175,8 +176,14 @@ def _fsdp(engines: list[Any]) -> Callable[..., torch.nn.Module]:
 
 
 # With two buffers, the passes need different units of one buffer at the same time.
-@pytest.mark.parametrize(("layers", "expected"), [(6, [1, 1, 2, 2]), (7, [1, 2, 2, 2])])
-def test_two_passes_have_twice_as_many_fixed_buffers(ranks: RankPool, layers: int, expected: list[int]) -> None:
-    found = ranks.run(2, _buffers, layers)
+@pytest.mark.parametrize(
+    ("layers", "count", "expected"),
+    [(6, None, [1, 1, 2, 2]), (7, None, [1, 2, 2, 2]), (8, 3, [1, 1, 1, 1, 2, 2])],
+)
+def test_two_passes_have_twice_as_many_fixed_buffers(
+    ranks: RankPool, layers: int, count: int | None, expected: list[int]
+) -> None:
+    found = ranks.run(2, _buffers, layers, count)
     assert [users for users, _ in found] == [expected] * 2
-    assert_alike(ranks.run(2, _registered, layers, [results for _, results in found]))
+    if count is None:
+        assert_alike(ranks.run(2, _registered, layers, [results for _, results in found]))
