@@ -1,5 +1,6 @@
 """Object storage for tests: an S3 server (moto) in a process of its own, and fakes in memory for other kinds."""
 
+import io
 import os
 import socket
 import subprocess
@@ -8,6 +9,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -47,9 +49,33 @@ def s3_server() -> Iterator[dict[str, str]]:
 @contextmanager
 def fake_storage(scheme: str) -> Iterator[None]:
     """Make ``scheme://`` a store in this process's memory. It shows nothing about a real one but the calls."""
-    from fsspec.implementations.memory import MemoryFileSystem
+    from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
     from megatron.fsdp.checkpoint import storage
+
+    class Upload(io.IOBase):
+        """As multistorageclient's ObjectFile: an object when it is closed, which its destructor does, too."""
+
+        def __init__(self, fs: MemoryFileSystem, path: str) -> None:
+            self._fs, self._path, self._file = fs, path, io.BytesIO()
+
+        @property
+        def closed(self) -> bool:
+            return self._file.closed
+
+        def write(self, data: bytes) -> int:
+            return self._file.write(data)
+
+        def tell(self) -> int:
+            return self._file.tell()
+
+        def discard(self) -> None:
+            pass
+
+        def close(self) -> None:
+            if not self.closed:
+                MemoryFile(self._fs, self._path, self._file.getvalue()).commit()
+                self._file.close()
 
     class Fake(MemoryFileSystem):
         protocol = scheme
@@ -59,6 +85,10 @@ def fake_storage(scheme: str) -> Iterator[None]:
         @classmethod
         def _strip_protocol(cls, path: str) -> str:
             return MemoryFileSystem._strip_protocol(path.removeprefix(f"{scheme}://"))
+
+        def _open(self, path: str, mode: str = "rb", **others: Any) -> Any:
+            whole = scheme != "msc" or mode != "wb" or "data" in others  # with data: pipe_file
+            return super()._open(path, mode, **others) if whole else Upload(self, path)
 
     with patch.dict(sys.modules["fsspec.registry"].__dict__["_registry"], {scheme: Fake}):
         storage._file_system.cache_clear()

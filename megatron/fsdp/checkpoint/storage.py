@@ -233,9 +233,11 @@ def writing(path: Path, buffer: int) -> Iterator[IO[bytes]]:
     try:
         yield upload
     except BaseException:
-        # Closing it would complete the upload of a part.
+        # Closing it would complete the upload of a part, as its destructor does unless it is closed.
         upload.discard()
-        with suppress(AttributeError):  # files in memory
+        if hasattr(upload, "_file"):  # of msc: discard() does nothing to an object, which is closed if this buffer is
+            upload._file.close()
+        with suppress(AttributeError):  # files in memory, and of msc
             upload.closed = True
         raise
     upload.close()

@@ -3,6 +3,7 @@
 s3 is a server in another process; gs and msc are fakes in memory, which show the calls and no more.
 """
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -106,6 +107,17 @@ def test_failed_save_leaves_the_earlier_checkpoint(folder: str) -> None:
     assert "the network is down" in str(caught.value.failures)
     assert sorted(path.name for path in as_path(folder).iterdir()) == files
     assert _loaded(folder) == 1.0
+
+
+def test_no_part_is_uploaded_when_an_interrupted_file_is_collected() -> None:
+    with fake_storage("msc"):
+        path = as_path("msc://bucket/run/data")
+        with pytest.raises(ZeroDivisionError), storage.writing(path, 0) as file:
+            file.write(b"a part")
+            raise ZeroDivisionError
+        del file
+        gc.collect()
+        assert not path.exists()
 
 
 def _save_until_killed(folder: str, requests: int) -> None:
