@@ -318,13 +318,13 @@ def test_buffers_at_different_offsets_are_registered_without_windows(ranks: Rank
         assert len(texts) == 1 and not any(event.what == "window" for event in events)
 
 
-def _windows_fail(failing: list[int]) -> tuple[list[Event], list[str], torch.Tensor]:
-    """Registering windows with the second group fails on these ranks, after a part of the segments."""
+def _windows_fail(failing: list[int], also_local: bool) -> tuple[list[Event], list[str], torch.Tensor]:
+    """Registering windows, or any, with the second group fails on these ranks, after a part of the segments."""
     register = Communicator.register_mem_pool
 
     def fail(self: Communicator, pool: Any, symm: bool = False) -> None:
         register(self, pool, symm)
-        if symm and len(pool.registered_with) == 2 and dist.get_rank() in failing:
+        if (symm or also_local) and len(pool.registered_with) == 2 and dist.get_rank() in failing:
             raise RuntimeError("NCCL error: unhandled system error")
 
     with (
@@ -336,22 +336,27 @@ def _windows_fail(failing: list[int]) -> tuple[list[Event], list[str], torch.Ten
         model = _sharded(Model(12), _index(False), sync_model_each_microbatch=False)
         for _ in range(3):
             _step(model)
-        (pool,) = recorder.registered
-        assert pool.windows is not bool(failing) and len(pool.registered_with) == 4
+        for pool in recorder.registered:
+            assert pool.windows is not bool(failing) and len(pool.registered_with) == 4
+        assert len(recorder.registered) == (not also_local)
         weights = model(torch.ones(2, 12)).detach()
         del model
         gc.collect()
     return recorder.events, [text for text in texts if "register" in text], weights
 
 
+@pytest.mark.parametrize("also_local", [False, True])
 @pytest.mark.parametrize("failing", [[1], [0, 1, 2, 3]], ids=["one", "all"])
-def test_all_ranks_register_local_memory_if_windows_fail(ranks: RankPool, failing: list[int]) -> None:
-    found = ranks.run(4, _windows_fail, failing)
+def test_all_ranks_register_local_memory_or_none_if_windows_fail(
+    ranks: RankPool, failing: list[int], also_local: bool
+) -> None:
+    found = ranks.run(4, _windows_fail, failing, also_local)
     assert_alike([events for events, *_ in found])
-    assert [len(texts) for _, texts, _ in found] == [1, 0, 0, 0]
+    assert [len(texts) for _, texts, _ in found] == [1 + also_local, 0, 0, 0]
     assert "all ranks register local memory" in found[0][1][0]
-    for (events, _, output), (_, _, expected) in zip(found, ranks.run(4, _windows_fail, []), strict=True):
-        assert len({event.group for event in events if event.what == "local"}) == 4
+    assert not also_local or "no rank registers memory" in found[0][1][1]
+    for (events, _, output), (_, _, expected) in zip(found, ranks.run(4, _windows_fail, [], False), strict=True):
+        assert len({event.group for event in events if event.what == "local"}) == (2 if also_local else 4)
         torch.testing.assert_close(output, expected, rtol=0, atol=0)
 
 

@@ -53,6 +53,7 @@ class BufferRegistration:
         self._sizes = [group.layout.numel for group in params]
         self._config = config
         self._symmetric = not config.disable_symmetric_registration
+        self._failed = False  # to register even local memory: then the model trains without
         self._context = context
         # Asked at the end of one step and read at the end of the next. By then the device has long answered, so that
         # the host does not wait for the computation of the step.
@@ -70,7 +71,7 @@ class BufferRegistration:
 
     def end_step(self) -> None:
         """Register the buffers after the first step, and after steps in which any rank has added one. A collective."""
-        if self._config.fsdp_manual_registration:
+        if self._config.fsdp_manual_registration or self._failed:
             return
         if not self._memory.registered:
             self.register()
@@ -93,16 +94,16 @@ class BufferRegistration:
             why = "ranks have parameter groups of other sizes" if self._memory.has_multicast else "there is no NVSwitch"
             logger.warning("FSDP: %s: no symmetric memory is registered.", why)
         self._allocate(buffers)
-        if self._symmetric and alike and self._placed_alike():
+        for symmetric in (True, False) if self._symmetric and alike and self._placed_alike() else (False,):
             try:
-                self._memory.register(True, self._on_any_rank)
+                return self._memory.register(symmetric, self._on_any_rank)
             except RuntimeError as error:
-                self._symmetric = False
+                self._symmetric, self._failed = False, not symmetric
                 if self._context.dp_group.rank() == 0:
-                    logger.warning("FSDP: all ranks register local memory, because symmetric memory failed: %s", error)
+                    instead = "all ranks register local memory" if symmetric else "no rank registers memory"
+                    logger.warning("FSDP: %s, because registering failed: %s", instead, error)
                 self._allocate(buffers)
-        if not self._memory.registered:
-            self._memory.register(False)
+        return None
 
     def _allocate(self, buffers: list[Buffer]) -> None:
         """Move the buffers to memory that is not registered yet. A collective."""
