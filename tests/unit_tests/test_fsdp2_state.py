@@ -250,12 +250,14 @@ def _evenly_sharded() -> None:
     with pytest.raises(RuntimeError, match="Missing: "):
         model.load_state_dict({})
     own = model.state_dict()
-    even = {
-        name: nn.Parameter(distribute_tensor(value, own[name].device_mesh, own[name].placements))
-        for name, value in start.state_dict().items()
-    }
-    model.load_state_dict(even, assign=True)
-    assert all(torch.equal(weight, start.state_dict()[name].cpu()) for name, weight in full_weights(model).items())
+    for dim in (1, 0):
+        even = {
+            name: nn.Parameter(distribute_tensor(value, own[name].device_mesh, [Shard(min(dim, value.dim() - 1))]))
+            for name, value in start.state_dict().items()
+        }
+        model.load_state_dict(even, assign=True)
+        assert all(torch.equal(weight, start.state_dict()[name].cpu()) for name, weight in full_weights(model).items())
+        start.load_state_dict({name: value + 1 for name, value in start.state_dict().items()})
     other = build(fsdp2, TinyModel().to(device()))
     other.load_state_dict(build(FSDP2, start).state_dict())
     assert all(torch.equal(weight, start.state_dict()[name].cpu()) for name, weight in full_weights(other).items())
