@@ -148,7 +148,7 @@ class Side:
         """Weights have changed. Forget losses whose backward only seems valid without sharding.
 
         Autograd does not see writes through ``.data``, the plain side of mixed precision saves casts of weights, and
-        with ZeRO-0, a part that is called outside of its unit computes with a copy. Where ranks have run other blocks,
+        a part that is called outside of its unit computes with copies of weights that every rank has. Where ranks have run other blocks,
         backward raises at other places, and ranks would wait for each other.
         """
         if hidden or self.setting.mixed or self.copied or self.uneven:

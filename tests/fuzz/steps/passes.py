@@ -65,7 +65,7 @@ def apart(side: Side, orders: tuple[tuple[int, ...], ...]) -> Any:
 def part(side: Side, index: int, batch: int) -> Any:
     """A block that is called directly."""
     outside = side.setting.units in ("none", "whole") or side.setting.features.tied == "blocks"  # in a unit around it
-    side.copied |= side.setting.strategy == 0 and outside
+    side.copied |= outside and (side.setting.strategy == 0 or side.setting.replicated)
     loss = side.loss(value_of(side.net.blocks[index](side.batch(batch))))
     side.losses.append(loss)
     return loss
