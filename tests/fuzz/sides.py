@@ -147,9 +147,9 @@ class Side:
     def written(self, hidden: bool = False) -> None:
         """Weights have changed. Forget losses whose backward only seems valid without sharding.
 
-        Autograd does not see writes through ``.data``, the plain side of mixed precision saves casts of weights, and
-        a part that is called outside of its unit computes with copies of weights that every rank has. Where ranks have run other blocks,
-        backward raises at other places, and ranks would wait for each other.
+        Autograd does not see writes through ``.data``, the plain side of mixed precision saves casts of weights, and a
+        part that is called outside of its unit computes with copies of weights that every rank has. Where ranks have
+        run other blocks, backward raises at other places, and ranks would wait for each other.
         """
         if hidden or self.setting.mixed or self.copied or self.uneven:
             self.losses.clear()
