@@ -146,7 +146,7 @@ def preemption(on: Cluster) -> Row:
 
 def time_limit(on: Cluster) -> Row:
     """The signal before the time limit, which Slurm sends up to a minute early; nothing but that saves."""
-    job = Job(on, "time_limit", "--seconds 14 --every 100", SBATCH_TIMELIMIT="3", GRACE="30")
+    job = Job(on, "time_limit", "--seconds 20 --every 100", SBATCH_TIMELIMIT="3", GRACE="30")
     job.wait_for("stopped SIGTERM", 200)
     last, begin = max(int(step) for step, _ in LOSS.findall(job.log)), time.monotonic()
     job.wait_for(f"step {last + 1}: ", 200)
