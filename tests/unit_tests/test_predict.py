@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from megatron.fsdp.module import ShardedModel
 from megatron.fsdp.optim.hooks import attach_optimizer
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
 from megatron.fsdp.tools.estimate import AxisSizes, estimate_outline, outline, usage
-from megatron.fsdp.tools.predict import Device, Link, Prediction, Topology, plan, predict
+from megatron.fsdp.tools.predict import Device, Link, Prediction, Topology, calibration, plan, predict
 from megatron.fsdp.tools.predict.ghosts import Cost, Ghosts
 from megatron.fsdp.tools.predict.play import Simulation
 from megatron.fsdp.tools.predict.record import Mark, Message, Wait, Work
@@ -174,6 +175,19 @@ def test_messages_of_a_group_keep_their_order() -> None:
     gather = Work("second", [Message("_allgather_base_", 2, 1, 2 * 10**9), second])
     _simulated([reduction, gather])
     assert (first.seconds, second.seconds) == pytest.approx((2.0, 3.0), rel=1e-3)
+
+
+def test_the_calls_that_a_calibration_times_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = 0
+
+    def call() -> None:
+        nonlocal calls
+        calls += 1
+        assert calls < 1000
+
+    monkeypatch.setattr(calibration, "time", SimpleNamespace(perf_counter=lambda: calls * 1e-5))
+    assert calibration._time(call, torch.device("cpu"), 2e-3) == pytest.approx(1e-5)
+    assert calls == 2 + 10 * 20  # rounds of 0.2 ms for 2 ms
 
 
 def test_more_communication_takes_longer() -> None:

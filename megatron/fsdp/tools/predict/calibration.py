@@ -151,18 +151,19 @@ def _time(call: Callable[[], Any], device: torch.device, seconds: float) -> floa
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-    call()
-    wait()
-    rounds: list[float] = []
-    end, number = time.perf_counter() + seconds, 1
-    while len(rounds) < 3 or (time.perf_counter() < end and len(rounds) < 200):
+    def per_call(number: int) -> float:
         start = time.perf_counter()
         for _ in range(number):
             call()
         wait()
-        rounds.append((time.perf_counter() - start) / number)
-        if len(rounds) == 1 and rounds[0] < 1e-4:
-            number = math.ceil(2e-4 / max(rounds.pop(), 1e-6))
+        return (time.perf_counter() - start) / number
+
+    per_call(1)  # the first call may load a kernel
+    number = math.ceil(2e-4 / max(per_call(1), 1e-6))
+    rounds: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(rounds) < 3 or (time.perf_counter() < end and len(rounds) < 200):
+        rounds.append(per_call(number))
     return statistics.median(rounds)
 
 
