@@ -177,6 +177,40 @@ def test_messages_of_a_group_keep_their_order() -> None:
     assert (first.seconds, second.seconds) == pytest.approx((2.0, 3.0), rel=1e-3)
 
 
+def test_an_all_to_all_sends_through_the_own_network_card() -> None:
+    cluster = plan.cluster_of("h100")  # 8 GPUs per host, with 450 GB/s inside and 50 GB/s per card
+
+    def seconds(name: str, ranks: int, step: int = 1) -> float:
+        simulation = Simulation(cluster.device, lambda message: cluster.link(message.ranks, message.step), 1)
+        simulation.play([Message(name, ranks, step, 64 * 10**9)])
+        return simulation.now
+
+    assert seconds("alltoall_base_", 64) == pytest.approx(56 / 50 + 5e-6, rel=1e-9)  # to 56 ranks of other hosts
+    assert seconds("alltoall_base_", 8) == pytest.approx(56 / 450 + 2e-6, rel=1e-9)
+    assert seconds("alltoall_base_", 8, 8) == pytest.approx(56 / 50 + 5e-6, rel=1e-9)
+    assert seconds("_reduce_scatter_base_", 64) == pytest.approx(63 / 400 + 35e-6, rel=1e-9)
+
+
+def test_exchanged_gradients_are_an_all_to_all() -> None:
+    gpu = Device("gpu", None, {"float32": 1e13, "bfloat16": 1e13}, 1e12)
+    policy = MixedPrecisionPolicy(main_params_dtype=torch.float32, grad_comm_dtype=torch.float32)
+    seconds = [
+        predict(
+            lambda: _model("bf16"),
+            lambda: _batch("bf16"),
+            config=FSDPConfig(3, mixed_precision_policy=policy, exchange_gradients=exchanged),
+            units=[Block],
+            ranks=PAIR,
+            device=gpu,
+            link=Link("network", 1e12, 0.0, all_to_all=1e6),
+            optimizer=lambda parameters: torch.optim.AdamW(parameters),
+        ).step_seconds
+        for exchanged in (False, True)
+    ]
+    sent = sum(p.numel() for p in _model("bf16").parameters())  # half of 2 bytes each
+    assert seconds[0] < 0.1 and seconds[1] == pytest.approx(sent / 1e6, rel=0.05)
+
+
 def test_the_calls_that_a_calibration_times_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = 0
 

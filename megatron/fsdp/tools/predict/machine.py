@@ -38,12 +38,14 @@ class Link:
         bandwidth: Bytes per second of one rank, without the protocol's headers.
         latency: Seconds from the first byte sent to the first byte received.
         ranks_per_hop: Neighbouring ranks of the axis between which the latency does not count, as in one host.
+        all_to_all: The bandwidth if every rank sends to every other; None if that is the same.
     """
 
     name: str
     bandwidth: float
     latency: float
     ranks_per_hop: int = 1
+    all_to_all: float | None = None
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,9 @@ class Cluster:
             return Link("NVLink", self.inside, 2e-6)
         # The ranks in one host receive different parts, each through its own card, and pass them on.
         near = max(self.per_host // step, 1)
-        return Link("network", min(self.inside, self.between * near), 5e-6, near)
+        # An all-to-all has nothing to pass on: all that leaves the host goes through the rank's own card.
+        own = (ranks - 1) / max((ranks - near) / self.between, (near - 1) / self.inside)
+        return Link("network", min(self.inside, self.between * near), 5e-6, near, own)
 
     def links(self, ranks: Topology) -> tuple[Link, Link]:
         """The links of the inner and the outer axis."""

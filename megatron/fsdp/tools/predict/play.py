@@ -11,6 +11,7 @@ from megatron.fsdp.tools.predict.record import Change, Mark, Message, Wait, Work
 LinkOf = Callable[[Message], Link]
 # How often each byte of the full buffer is sent, before the factor (N - 1) / N.
 _TRIPS = {"allreduce_": 2.0}
+_ALL_TO_ALL = {"alltoall_", "alltoall_base_"}
 
 
 class Allocation(NamedTuple):
@@ -133,8 +134,10 @@ class Simulation:
         trips = _TRIPS.get(message.name, 1.0)
         size = trips * message.bytes * others / message.ranks
         # Sends between every two ranks are on their way together; a ring passes parts on from host to host.
-        hops = 1.0 if message.number else max(trips * (message.ranks / link.ranks_per_hop - 1), 1.0)
-        wire = size / link.bandwidth + hops * link.latency if others else 0.0
+        pairwise = message.number or message.name in _ALL_TO_ALL
+        hops = 1.0 if pairwise else max(trips * (message.ranks / link.ranks_per_hop - 1), 1.0)
+        bandwidth = link.all_to_all if pairwise and link.all_to_all else link.bandwidth
+        wire = size / bandwidth + hops * link.latency if others else 0.0
         meanwhile = sum(device.seconds(cost) for cost in message.meanwhile)
         # Every byte is sent and received.
         busy = meanwhile + device.send_seconds * 2 * size + device.message_seconds * (message.number or 2 * hops)
