@@ -3,9 +3,12 @@
 import concurrent.futures
 import dataclasses
 import json
+import re
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -56,7 +59,7 @@ def test_links_follow_the_hosts() -> None:
     assert (inner.bandwidth, outer.bandwidth) == (H100.inside, H100.between)
     crossing, _ = H100.links(Topology(64))
     assert crossing.bandwidth == 8 * H100.between and crossing.ranks_per_hop == 8
-    assert [axes.inner for *_, axes in candidates(64, 8)] == [64, 64, 64, 64, 8, 8]
+    assert [axes.inner for *_, axes in candidates(64, 8)] == [64, 64, 64, 64, 8, 8, 16, 16, 32, 32]
 
 
 def test_an_unknown_gpu_lists_the_known(
@@ -94,14 +97,19 @@ def _evaluated(script: Path, world_size: int, cluster: Cluster, each: search.Can
     again = words.get("--recompute-granularity") == "full"
     seconds = (1 + again) * (1 + 0.1 * tensor) / batch
     waits = {"unshard": 0.1, "reduce": 0.0, "other communication": 0.0}
-    step = CommandStep(seconds, 0.0, 1 / seconds, 0.5, waits, {}, "")
+    tokens = batch if "--tokens-per-batch" in words else 1  # of a step
+    step = CommandStep(seconds * tokens, 0.0, 1 / seconds, 0.5, waits, {}, "")
     return dataclasses.replace(each, step=step, memory=8 * batch // tensor // (1 + again), capacity=int(words["--fit"]))
 
 
-def _search(monkeypatch: pytest.MonkeyPatch, words: str, goal: str = "tokens_per_second") -> search.Search:
-    monkeypatch.setattr(search, "evaluate", _evaluated)
+def _use_threads(monkeypatch: pytest.MonkeyPatch, evaluate: Callable[..., search.Candidate]) -> None:
+    monkeypatch.setattr(search, "evaluate", evaluate)
     thread = lambda *unused: concurrent.futures.ThreadPoolExecutor(1)  # noqa: E731
     monkeypatch.setattr(concurrent.futures, "ProcessPoolExecutor", thread)
+
+
+def _search(monkeypatch: pytest.MonkeyPatch, words: str, goal: str = "tokens_per_second") -> search.Search:
+    _use_threads(monkeypatch, _evaluated)
     found = search.Search(Path("train.py"), words.split(), 4, H100, goal, 60, lambda candidate: None)
     found.run()
     return found
@@ -118,3 +126,34 @@ def test_a_search_finds_settings_that_help_only_together(monkeypatch: pytest.Mon
     assert _search(monkeypatch, "--micro-batch-size 1 --fit 9", "memory").ordered()[0].memory == 1
     closest = _search(monkeypatch, "--micro-batch-size 1 --fit 0").ordered()[0]
     assert not closest.fits and closest.memory == 1 and "too much" in search.table([closest])
+
+
+def test_a_search_counts_tokens_per_second_and_not_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    best = _search(monkeypatch, "--micro-batch-size 1 --fit 99 --tokens-per-batch").ordered()[0]
+    assert best.step is not None and best.step.seconds == pytest.approx(1.1)
+    assert best.step.tokens_per_second == pytest.approx(8 / 1.1)
+
+
+@pytest.mark.parametrize(("experts", "varies"), [("--num-experts 8", True), ("--num-experts=8", True), ("", False)])
+def test_expert_parallelism_is_varied_with_experts(monkeypatch: pytest.MonkeyPatch, experts: str, varies: bool) -> None:
+    found = _search(monkeypatch, f"--micro-batch-size 1 --fit 9 {experts}").found
+    assert any("--expert-model-parallel-size" in each.changes for each in found) == varies
+
+
+def test_ctrl_c_prints_what_was_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    begun = 0
+
+    def interrupted(*given: Any) -> search.Candidate:
+        nonlocal begun
+        begun += 1
+        if begun == 3:
+            raise KeyboardInterrupt
+        return _evaluated(*given)
+
+    _use_threads(monkeypatch, interrupted)
+    own = f"--gpus 4 {__file__} --micro-batch-size 1 --fit 99"
+    monkeypatch.setattr(sys, "argv", ["plan", *own.split()])
+    assert main() == 0
+    shown = capsys.readouterr()
+    assert "interrupted: the best so far" in shown.err
+    assert re.search("the best of [12] command lines", shown.out) and "your command line" in shown.out

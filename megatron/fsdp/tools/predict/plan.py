@@ -107,7 +107,7 @@ def candidates(ranks: int, per_host: int) -> Iterator[tuple[str, str, int | str,
         for title, outer in (("HSDP", "no_shard"), ("hybrid FSDP", "optim")):
             arguments = f"zero_dp_strategy=3, outer_dp_sharding_strategy={outer!r}, mesh ({ranks // inner}, {inner})"
             yield f"{title} {ranks // inner} x {inner}", arguments, 3, outer, Topology(inner, ranks // inner)
-        inner *= 8
+        inner *= 2
 
 
 def plan(
@@ -255,7 +255,7 @@ def _search_command(options: argparse.Namespace) -> int:
 
     def show(candidate: search.Candidate) -> None:
         best = next(iter(found.ordered()), candidate)
-        speed = f"{best.step.seconds:.2f} s" if best.step else "nothing fits yet"
+        speed = f"{best.step.tokens_per_second:,.0f} tokens/s" if best.step else "nothing fits yet"
         progress.start(f"{len(found.found)} command lines, the best: {speed} ({best.text})")
 
     cluster = cluster_of(options.gpu)

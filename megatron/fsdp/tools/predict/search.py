@@ -1,4 +1,4 @@
-"""Searches the settings of a Megatron command line that make its step shortest on given GPUs.
+"""Searches the settings of a Megatron command line with most tokens per second on given GPUs.
 
 A candidate is the user's own line with other values of some flags. The doctor examines each: it refuses what Megatron
 or this engine refuses, and estimates memory. A step is predicted of those that may fit. From the user's line, one
@@ -189,7 +189,8 @@ class Search:
     def _neighbours(self) -> Iterator[list[Change]]:
         """Changes to try together: of one setting after the other as long as that helps, and then of two at once."""
         # An own line that does not start has no neighbours that are known to.
-        names = [name for name in SETTINGS if name != "expert parallelism" or "--num-experts" in self._own]
+        experts = any(word.partition("=")[0] == "--num-experts" for word in self._own)
+        names = [name for name in SETTINGS if name != "expert parallelism" or experts]
         before = None
         while (best := self.ordered()) and before != (before := best[0]):
             yield from (SETTINGS[name] for name in names)
@@ -219,7 +220,7 @@ class Search:
     def _rank(self, each: Candidate) -> tuple[bool, float]:
         if each.step is None or not each.fits or self._by_memory:
             return not each.fits, each.memory
-        return False, each.step.seconds
+        return False, -each.step.tokens_per_second
 
 
 def table(found: Sequence[Candidate]) -> str:
