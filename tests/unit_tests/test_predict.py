@@ -224,6 +224,20 @@ def test_the_calls_that_a_calibration_times_are_bounded(monkeypatch: pytest.Monk
     assert calls == 2 + 10 * 20  # rounds of 0.2 ms for 2 ms
 
 
+def test_calibrated_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "_time", lambda *unused: 1e-3)
+    measured = calibration.calibrate(dtypes=("bfloat16",)).device.measured
+    assert len(measured["attention bfloat16"]) == 3  # forwards, and no backwards
+    # What it is on a GPU:
+    flash = torch.ops.aten._scaled_dot_product_flash_attention
+    monkeypatch.setattr(
+        nn.functional, "scaled_dot_product_attention", lambda q, k, v, is_causal: flash(q, k, v, 0.0, is_causal)
+    )
+    costs = map(calibration._cost, calibration._cases(torch.bfloat16, torch.device("meta")))
+    names = [cost.name for cost in costs if cost is not None and cost.kind == "attention"]
+    assert names == 3 * ["_scaled_dot_product_flash_attention"]
+
+
 def test_more_communication_takes_longer() -> None:
     slow = {strategy: _predict(strategy, ranks=Topology(4)).step_seconds for strategy in (1, 3)}
     assert slow[3] > slow[1]
