@@ -70,11 +70,13 @@ def _config(strategy: int) -> FSDPConfig:
     return FSDPConfig(strategy, mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=torch.float32))
 
 
-def _predict(strategy: int, kind: str = "plain", device: Device = CPU, ranks: Topology = PAIR) -> Prediction:
+def _predict(
+    strategy: int | FSDPConfig, kind: str = "plain", device: Device = CPU, ranks: Topology = PAIR
+) -> Prediction:
     return predict(
         lambda: _model(kind),
         lambda: _batch(kind),
-        config=_config(strategy),
+        config=strategy if isinstance(strategy, FSDPConfig) else _config(strategy),
         units=[Block],
         ranks=ranks,
         device=device,
@@ -236,6 +238,12 @@ def test_calibrated_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     costs = map(calibration._cost, calibration._cases(torch.bfloat16, torch.device("meta")))
     names = [cost.name for cost in costs if cost is not None and cost.kind == "attention"]
     assert names == 3 * ["_scaled_dot_product_flash_attention"]
+
+
+def test_offloading_is_refused() -> None:
+    for device in (CPU, plan.cluster_of("h100").device):
+        with pytest.raises(NotImplementedError, match="offload_optimizer is not predicted"):
+            _predict(FSDPConfig(3, offload_optimizer=True), device=device)
 
 
 def test_more_communication_takes_longer() -> None:
