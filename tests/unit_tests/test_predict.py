@@ -332,6 +332,20 @@ def test_table_of_strategies(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     assert "HSDP 2 x 8" in many and "HSDP" not in few and text.count("Simulated. The best: fully_shard(") == 2
 
 
+def test_the_timeline_of_a_predicted_step(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    target, file = ["--model", f"{__name__}:small"], tmp_path / "trace.json"
+    assert command(monkeypatch, *target, "--ranks", "2", "--strategy", "3", "--trace", str(file), "--json") == 0
+    printed = {choice["strategy"]: choice["step_seconds"] for choice in json.loads(capsys.readouterr().out)}
+    events = [e for e in json.loads(file.read_text())["traceEvents"] if e["ph"] == "X"]
+    seconds = max(e["ts"] + e["dur"] for e in events) - min(e["ts"] for e in events)
+    assert seconds / 1e6 == pytest.approx(printed["optim_grads_params"], rel=0.01)
+    with pytest.raises(SystemExit):
+        command(monkeypatch, "--trace", str(file), __file__)
+    assert "only the step of a --model" in capsys.readouterr().err
+
+
 def test_a_device_that_nothing_fits(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     full = plan.cluster_of("h100")
     device = dataclasses.replace(full.device, memory=1 << 20)

@@ -37,6 +37,7 @@ from megatron.fsdp.tools.predict import Calibration, Link, Prediction, Topology,
 from megatron.fsdp.tools.predict.machine import SPEEDS, Cluster, cluster_of
 from megatron.fsdp.tools.progress import Progress
 from megatron.fsdp.tools.trace.spans import Row, UnitTimes
+from megatron.fsdp.tools.trace.timeline import Timeline
 
 
 @dataclass(frozen=True)
@@ -210,9 +211,11 @@ def _parser() -> argparse.ArgumentParser:
     shape = ("SEQUENCES", "LENGTH")
     parser.add_argument("--tokens", type=int, nargs=2, default=[2, 16], metavar=shape, help="of a batch (or 2 16)")
     parser.add_argument("--micro-batches", type=int, default=1, help="per step (or 1)")
-    parser.add_argument("--strategy", choices=[*INNER, "0", "1", "2", "3"], help="the one that --audit compares")
+    chosen = [*INNER, "0", "1", "2", "3"]
+    parser.add_argument("--strategy", choices=chosen, help="the one of --audit and --trace (or the best)")
     parser.add_argument("--calibrate", type=Path, metavar="FILE", help="measure this machine, and write the result")
     parser.add_argument("--audit", type=Path, metavar="TRACE", help="compare with a trace.json of a real step")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="save the predicted step of a model, as trace does")
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
@@ -251,6 +254,8 @@ def _search_command(options: argparse.Namespace) -> int:
     """Search the settings of a command line, and print the best. Returns the exit code."""
     if options.machine is not None:
         raise ValueError("--machine: a command line is predicted for GPUs. Give --gpu.")
+    if options.trace is not None:
+        raise ValueError("--trace: only the step of a --model can be saved.")
     progress = Progress(sys.stderr)
 
     def show(candidate: search.Candidate) -> None:
@@ -287,9 +292,13 @@ def _search_command(options: argparse.Namespace) -> int:
 
 
 def _print(options: argparse.Namespace, choices: list[list[Choice]]) -> None:
-    if options.audit is not None and choices:
-        names = [options.strategy, list(INNER)[int(options.strategy)] if str(options.strategy).isdigit() else ""]
-        print(audit(next((c for c in choices[0] if c.name in names), choices[0][0]), options.audit))
+    names = [options.strategy, list(INNER)[int(options.strategy)] if str(options.strategy).isdigit() else ""]
+    first = choices[0] if choices else []
+    chosen = [*(c for c in first if c.name in names), *first][:1]
+    if options.trace is not None:
+        Timeline([c.prediction.trace for c in chosen]).save(options.trace)
+    if options.audit is not None and chosen:
+        print(audit(chosen[0], options.audit))
     elif options.json:
         print(json.dumps([_as_dict(choice) for of_ranks in choices for choice in of_ranks], indent=2))
     else:
