@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
@@ -571,7 +571,7 @@ def draw_memory(found: list[dict[str, list]]) -> Drawing:
     return drawing
 
 
-STATIC = {
+STATIC: dict[str, Callable[[], Drawing]] = {
     "layout": draw_layout,
     "zero_stages": draw_stages,
     "hsdp": draw_meshes,
