@@ -53,6 +53,39 @@ class ApexAdam(torch.optim.Optimizer):
             _update(lists, group)
 
 
+def _local(value: Any) -> Any:
+    return value._local_tensor if isinstance(value, DTensor) else value
+
+
+class Float8(torch.Tensor):
+    """A moment in FP8: it appears as float32, and has its bytes and scale in fields."""
+
+    bytes: torch.Tensor
+    scale: torch.Tensor
+
+    def __new__(cls, data: torch.Tensor) -> "Float8":
+        return torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=torch.float32, device=data.device)
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self.bytes, self.scale = data, torch.ones(1, device=data.device)
+
+    def quantize(self, wide: torch.Tensor, scale: torch.Tensor) -> None:
+        narrow = wide * torch.where(scale > 0, scale.reciprocal(), 0.0)
+        self.scale.copy_(scale)
+        self.bytes.copy_(narrow.to(torch.float8_e4m3fn).view(torch.uint8))
+
+    def float(self) -> torch.Tensor:  # type: ignore[override]
+        return self.bytes.view(torch.float8_e4m3fn).float() * self.scale
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if function in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            return args[0]
+        assert not function._schema.is_mutable, f"{function} of a moment in FP8"
+        wide = [value.float() if isinstance(value, Float8) else value for value in args]
+        return function(*wide, **(kwargs or {}))
+
+
 class FusedAdam(torch.optim.Optimizer):
     """Transformer Engine's: moments of several dtypes, with scales next to the state, which is saved in float32."""
 
@@ -64,16 +97,16 @@ class FusedAdam(torch.optim.Optimizer):
         self.master_weights: bool = settings.pop("master_weights", False)
         self.use_decoupled_grad: bool = settings.pop("use_decoupled_grad", False)
         names = ("exp_avg", "exp_avg_sq")
-        self.dtypes = {name: settings.pop(f"{name}_dtype", torch.float32) for name in names}
+        self.name_to_dtype_map = {name: settings.pop(f"{name}_dtype", torch.float32) for name in names}
         assert settings.keys() <= {"master_weight_dtype", "store_param_remainders"}
         self._scales: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         self.seen: set[torch.dtype] = set()
 
     def _initialize(self, parameter: torch.Tensor, name: str) -> None:
-        local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
-        data = torch.zeros_like(local, dtype=self.dtypes[name])
-        self.state[parameter][name] = self._wrapped(data, parameter)
-        if self.dtypes[name] != torch.float32:
+        dtype = self.name_to_dtype_map[name]
+        data = torch.zeros_like(_local(parameter), dtype=dtype)
+        self.state[parameter][name] = self._wrapped(Float8(data) if dtype == torch.uint8 else data, parameter)
+        if dtype != torch.float32:
             self._scales.setdefault(parameter, {})[name] = torch.ones(1, device=parameter.device)
 
     @staticmethod
@@ -84,23 +117,39 @@ class FusedAdam(torch.optim.Optimizer):
         return DTensor.from_local(data, device_mesh=mesh, placements=parameter.placements, **shape)
 
     def initialize_state(self, parameter: torch.Tensor, store_param_remainders: bool = False) -> None:
-        for name in self.dtypes:
+        for name in self.name_to_dtype_map:
             self._initialize(parameter, name)
 
-    def _unscaled(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
-        value = self.state[parameter][name]
-        value = value._local_tensor if isinstance(value, DTensor) else value
-        assert value.dtype == self.dtypes[name]
-        wide = value if value.dtype == torch.float32 else value.float()
-        return wide.mul_(self._scales[parameter][name]) if value.dtype == torch.float16 else wide
+    def get_unscaled_state(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
+        value, dtype = _local(self.state[parameter][name]), self.name_to_dtype_map[name]
+        if dtype == torch.uint8:
+            return value.float()  # whatever kind of tensor it is
+        assert value.dtype == dtype
+        wide = value if dtype == torch.float32 else value.float()
+        return wide.mul_(self._scales[parameter][name]) if dtype == torch.float16 else wide
 
-    def _store(self, parameter: torch.Tensor, name: str, wide: torch.Tensor) -> None:
-        value = self.state[parameter][name]
-        value = value._local_tensor if isinstance(value, DTensor) else value
-        if value.dtype == torch.float16:
-            torch.div(wide.abs().max(), 2.0**15, out=self._scales[parameter][name].view(()))
-            wide = wide / self._scales[parameter][name].clamp(min=1e-30)
-        value.copy_(wide)
+    def set_scaled_state(self, parameter: torch.Tensor, name: str, wide: torch.Tensor) -> None:
+        assert wide.dtype == torch.float32
+        if name not in self.state[parameter]:
+            self._initialize(parameter, name)
+        value = _local(self.state[parameter][name])
+        if self.name_to_dtype_map[name] == torch.float32:
+            value.copy_(wide)
+        else:
+            self._apply_scale(name, wide, value, self._scales[parameter][name])
+
+    def _apply_scale(self, name: str, wide: torch.Tensor, value: torch.Tensor, scale: torch.Tensor) -> None:
+        if value.dtype == torch.bfloat16:
+            value.copy_(wide)
+            return
+        least, most = torch.aminmax(wide)
+        is_fp8 = self.name_to_dtype_map[name] == torch.uint8
+        torch.div(torch.maximum(-least, most), 448.0 if is_fp8 else 2.0**15, out=scale.view(()))
+        if is_fp8:
+            assert isinstance(value, Float8)
+            value.quantize(wide, scale)
+        else:
+            value.copy_(wide.mul_(torch.where(scale > 0, scale.reciprocal(), 0.0)))
 
     def _keyed(self, state_dict: dict[str, Any]) -> Iterator[tuple[Any, torch.Tensor]]:
         """The keys of a state dict, numbers or names, and the parameters."""
@@ -112,7 +161,9 @@ class FusedAdam(torch.optim.Optimizer):
         """With all moments in float32."""
         found = super().state_dict()
         for key, p in self._keyed(found):
-            found["state"][key] = {name: self._wrapped(self._unscaled(p, name), p) for name in found["state"][key]}
+            found["state"][key] = {
+                name: self._wrapped(self.get_unscaled_state(p, name), p) for name in found["state"][key]
+            }
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -121,10 +172,7 @@ class FusedAdam(torch.optim.Optimizer):
         for key, p in self._keyed(state_dict):
             self.state[p] = {}
             for name, value in state_dict["state"][key].items():
-                self._initialize(p, name)
-                local = value._local_tensor if isinstance(value, DTensor) else value
-                if local.numel():
-                    self._store(p, name, local.float())
+                self.set_scaled_state(p, name, _local(value).float())
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -139,16 +187,16 @@ class FusedAdam(torch.optim.Optimizer):
                     self.initialize_state(p)
                 if grad is None:
                     continue
-                moments = [self._unscaled(p, name) for name in self.dtypes]
-                for name, dtype in self.dtypes.items():
+                moments = [self.get_unscaled_state(p, name) for name in self.name_to_dtype_map]
+                for (name, dtype), wide in zip(self.name_to_dtype_map.items(), moments, strict=True):
                     if dtype != torch.float32:
-                        narrow.append((p, name, moments[list(self.dtypes).index(name)], self._scales[p][name]))
+                        narrow.append((name, wide, _local(self.state[p][name]), self._scales[p][name]))
                 self.seen.add(grad.dtype)
                 for where, value in zip(lists, (grad.data, p.data, *moments), strict=True):
-                    where.append(value._local_tensor if isinstance(value, DTensor) else value)
+                    where.append(_local(value))
             _update(lists, group)
-            for p, name, wide, _ in narrow:
-                self._store(p, name, wide)
+            for each in narrow:
+                self._apply_scale(*each)
 
 
 for _class, _name in ((FusedAdam, "transformer_engine.pytorch"), (ApexAdam, "apex")):

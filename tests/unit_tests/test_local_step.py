@@ -187,9 +187,10 @@ def _steps_with_fused(library: str, folder: str, strategy: str, first: bool, dty
     assert found.keys() == expected.keys()
     for number, moments in expected.items():
         for name, moment in moments.items():
-            torch.testing.assert_close(
-                found[number][name].full_tensor(), moment, rtol=1e-2 if dtype else 1e-4, atol=1e-6
-            )
+            # FP8 has three bits, and ranks other scales.
+            atol = 0.1 * float(moment.abs().max()) if dtype is torch.uint8 else 1e-6
+            rtol = 1e-2 if dtype else 1e-4
+            torch.testing.assert_close(found[number][name].full_tensor(), moment, rtol=rtol, atol=atol)
     for tokens in data[2:]:
         _step(reference, reference_optimizer, tokens)
         _step(sharded, optimizer, tokens)
@@ -200,7 +201,7 @@ def _steps_with_fused(library: str, folder: str, strategy: str, first: bool, dty
 @pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
 @pytest.mark.parametrize(
     ("library", "dtype"),
-    [("apex", None), *(("transformer_engine", dtype) for dtype in (None, torch.bfloat16, torch.float16))],
+    [("apex", None), *(("transformer_engine", dtype) for dtype in (None, torch.bfloat16, torch.float16, torch.uint8))],
 )
 def test_fused_optimizers_of_other_libraries_save_load_and_reshard(
     ranks: RankPool, tmp_path: object, library: str, dtype: torch.dtype | None, strategy: str

@@ -6,6 +6,7 @@ are several times faster. An element-wise update gives the same result on a shar
 """
 
 import itertools
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -49,6 +50,7 @@ class LocalStep:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._skips_empty = skips_empty(optimizer)
+        _scale_nothing_empty(optimizer)
         self._dp_groups: dict[nn.Parameter, dist.ProcessGroup] = {}
         self._local: dict[nn.Parameter, _Shown] = {}
         self._given: dict[nn.Parameter, torch.Tensor | None] = {}
@@ -229,6 +231,14 @@ def move_scales(
     scales = getattr(optimizer, "_scales", {})
     if source in scales:
         scales[target] = {k: v.clone() for k, v in scales[source].items()} if copied else scales.pop(source)
+
+
+def _scale_nothing_empty(optimizer: torch.optim.Optimizer) -> None:
+    """Let Transformer Engine's Adam load an empty shard into narrow state: it scales by the largest value."""
+    scale: Callable[..., None] | None = getattr(type(optimizer), "_apply_scale", None)
+    if scale is not None:
+        own = weakref.ref(optimizer)  # the optimizer must not refer to itself
+        vars(optimizer)["_apply_scale"] = lambda name, wide, *rest: wide.numel() and scale(own(), name, wide, *rest)
 
 
 def _describe(state: State) -> State:
