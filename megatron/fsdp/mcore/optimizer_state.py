@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from megatron.fsdp.dtensor.ragged_dtensor import local_shard
+from megatron.fsdp.dtensor.ragged_dtensor import local_shard, make_like
 from megatron.fsdp.mcore.adapter import FullyShardedDataParallel
 from megatron.fsdp.mcore.checkpoint_state import optimizer_names
 from megatron.fsdp.mcore.resuming import megatron_arguments
@@ -68,6 +68,21 @@ def groups_to_load(
                     "--use-checkpoint-opt_param-scheduler to keep the checkpoint's."
                 )
             group[name] = run[name]
+    return found
+
+
+def state_to_save(original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    """State for a checkpoint, with moments in fp16 and FP8 as the float32 values that the optimizer loads.
+
+    Megatron-Core gives the tensors as they are. Transformer Engine's Adam has their scales elsewhere.
+    """
+    found = original(optimizer, *args, **kwargs)
+    inner = optimizer.optimizer
+    dtypes = getattr(inner, "name_to_dtype_map", {})
+    scaled = {name for name, dtype in dtypes.items() if dtype in (torch.float16, torch.uint8)}
+    for main, state in inner.state.items() if scaled and _updates_ours(optimizer) else ():
+        wide = {name: make_like(inner.get_unscaled_state(main, name), main) for name in scaled & state.keys()}
+        found["state"][optimizer._param_name(main)] = {**state, **wide}
     return found
 
 

@@ -318,6 +318,11 @@ MEGATRON = Patches(
             "optimizer_state:initialize",
         ),
         _patch(
+            f"{_DISTRIBUTED_OPTIMIZER}.sharded_param_state_fsdp_dtensor",
+            "saves moments in fp16 and FP8 without their scales",
+            "optimizer_state:state_to_save",
+        ),
+        _patch(
             f"{_DISTRIBUTED_OPTIMIZER}._param2group_meta_to_param_groups",
             "takes the learning rates of the checkpoint with every option, and empties groups without parameters",
             "optimizer_state:groups_to_load",

@@ -3,19 +3,30 @@
 import contextlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import tests.megatron_models as mm
 from megatron.core import optimizer as optimizers
-from megatron.fsdp.dtensor.ragged_dtensor import local_shard, same_layout
+from megatron.fsdp.checkpoint.backend import save
+from megatron.fsdp.dtensor.ragged_dtensor import local_shard, make_like, same_layout
 from megatron.fsdp.mcore import adapter
+from megatron.fsdp.mcore.checkpoint_state import CheckpointState
+from megatron.fsdp.mcore.load import load_state_dict
+from megatron.fsdp.mcore.save import preprocess
 from tests.fused_adam import FusedAdam
-from tests.models import STRATEGIES
+from tests.models import STRATEGIES, whole
 from tests.ranks import RankPool
+
+ADAMS = ("exp_avg", "exp_avg_sq")
+DTYPES = tuple(f"{name}_dtype" for name in ADAMS)
+FORMAT = {"distrib_optim_sharding_type": "fsdp_dtensor"}
 
 
 @contextmanager
@@ -79,7 +90,7 @@ def test_fp16_unscales_beside_empty_shards_with_a_fused_optimizer(ranks: RankPoo
 def _narrow() -> None:
     with mm.megatron():
         expected = mm.train_ddp()
-        moments = {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16}
+        moments = dict.fromkeys(DTYPES, torch.bfloat16)
         with transformer_engine():
             _, optimizer, found = _trained("optim_grads_params", moments, megatron_fsdp_main_grads_dtype=torch.bfloat16)
         fused = optimizer.optimizer
@@ -98,7 +109,7 @@ def _state_to_load_into() -> None:
         model = mm.wrapped("optim_grads_params", megatron_fsdp_use_decoupled_grad=True)
         before = mm.weights_of(model)
         optimizer = mm.optimizer_of(model, use_precision_aware_optimizer=True)
-        optimizer.sharded_state_dict({}, is_loading=True, metadata={"distrib_optim_sharding_type": "fsdp_dtensor"})
+        optimizer.sharded_state_dict({}, is_loading=True, metadata=FORMAT)
         fused = optimizer.optimizer
         here = [e.main for e in model.module.engine.params() if local_shard(e.main).numel()]
         assert here and all(fused.state[main].keys() == {"exp_avg", "exp_avg_sq"} for main in here)
@@ -110,3 +121,47 @@ def _state_to_load_into() -> None:
 
 def test_state_to_load_into_is_created_without_a_step(ranks: RankPool) -> None:
     ranks.run(2, _state_to_load_into)
+
+
+GATED = {"gated_linear_unit": True, "add_bias_linear": False}
+
+
+def _moments(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
+    """Full moments, as the optimizer computes with them."""
+    fused = optimizer.optimizer
+    wide = [(e, name, fused.get_unscaled_state(e.main, name)) for e in model.module.engine.params() for name in ADAMS]
+    return {f"{e.name} {name}": whole(e, make_like(value, e.main)) for e, name, value in wide}
+
+
+def _save_scaled(folder: str, dtype: torch.dtype, changes: dict[str, Any]) -> dict[str, torch.Tensor]:
+    with mm.megatron(), transformer_engine():
+        model, optimizer, _ = _trained("optim_grads_params", dict.fromkeys(DTYPES, dtype), **changes)
+        save(mm.checkpoint_state(model, optimizer), folder)
+        return _moments(model, optimizer)
+
+
+def _load_scaled(folder: str, dtype: torch.dtype, changes: dict[str, Any]) -> dict[str, torch.Tensor]:
+    with mm.megatron(), transformer_engine():
+        model = mm.wrapped("optim_grads_params", megatron_fsdp_use_decoupled_grad=True, **changes)
+        optimizer = mm.optimizer_of(model, use_precision_aware_optimizer=True, **dict.fromkeys(DTYPES, dtype))
+        raw = optimizer.sharded_state_dict({}, is_loading=True, metadata=FORMAT)
+        state = {"model": model.module.state_dict_for_save_checkpoint(), "optimizer": raw}
+        prepared = CheckpointState(state, [model.module], loading=True)
+        prepared = preprocess(None, SimpleNamespace(), prepared, model.module)
+        load_state_dict(prepared, dcp.FileSystemReader(folder))
+        optimizer.load_state_dict(prepared["optimizer"])
+        return _moments(model, optimizer)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.uint8])
+def test_scaled_moments_are_saved_as_what_they_mean(ranks: RankPool, tmp_path: Path, dtype: torch.dtype) -> None:
+    """As they are in fp16 and FP8, they would be read without their scales, which a checkpoint has not."""
+    saved = ranks.run(3, _save_scaled, str(tmp_path), dtype, GATED)[0]
+    loaded = ranks.run(2, _load_scaled, str(tmp_path), dtype, GATED)[0]
+    assert saved.keys() == loaded.keys()
+    for name, moment in saved.items():
+        largest = float(moment.abs().max())
+        assert largest > 0
+        # A rank scales by the largest value of its own shard.
+        atol = largest * (2**-4 if dtype == torch.uint8 else 2**-11)
+        torch.testing.assert_close(loaded[name], moment, rtol=0, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
