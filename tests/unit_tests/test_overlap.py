@@ -112,6 +112,7 @@ def _waits_of_a_step(settings: dict[str, bool]) -> list[bool]:
     """For each reduction that was started, whether compute has waited for it before it goes on."""
     model = fully_shard_model(TinyModel(depth=3), fsdp_unit_modules=[Block], **settings)
     assert model.engine.pool is None
+    model.register_buffers()  # a loop with fsdp_manual_registration does this, and there is nothing to register
     found: list[bool] = []
     issue = Schedule._issue_reduction
 

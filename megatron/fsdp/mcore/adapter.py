@@ -30,7 +30,7 @@ from megatron.fsdp.api.ddp_config import FLAGS, from_megatron
 from megatron.fsdp.api.index import FSDPDistributedIndex
 from megatron.fsdp.api.megatron_fsdp import MegatronFSDP
 from megatron.fsdp.comm.backends import compute_device
-from megatron.fsdp.config import FSDPConfig
+from megatron.fsdp.config import SYNCHRONOUS, FSDPConfig
 from megatron.fsdp.convert.huggingface.arguments import from_args
 from megatron.fsdp.convert.huggingface.live import to_huggingface_names
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
@@ -124,8 +124,7 @@ class WeightInstaller:
 
     def manual_buffer_registration(self) -> None:
         """Register the buffers with NCCL. With ``fsdp_manual_registration`` the loop calls this after one iteration."""
-        if self._module.fsdp_config.nccl_ub:  # off with MEGATRON_FSDP_SYNCHRONOUS
-            self._module.register_buffers()
+        self._module.register_buffers()
 
 
 class FullyShardedDataParallel(_BaseDataParallel):
@@ -437,6 +436,9 @@ def fsdp_config(config: TransformerConfig, ddp_config: DistributedDataParallelCo
     if getattr(ddp_config, FLAGS["offload_optimizer"], False):
         settings["use_decoupled_grad"] = True  # see megatron.fsdp.mcore.offload
     found = from_megatron(ddp_config, config, **settings)
+    if found.synchronous and config.cuda_graph_impl == "full_iteration":
+        # Megatron captures an iteration whatever the engine's settings are.
+        raise ValueError(f"{SYNCHRONOUS}=1 turns CUDA graphs off: expected --cuda-graph-impl none; got full_iteration.")
     in_flight = ddp_config.suggested_communication_unit_size
     if in_flight is None or not unit_size or found.fsdp_double_buffer:
         return found

@@ -297,8 +297,10 @@ class Engine:
         """Register all buffers that exist now with NCCL. A collective, to be called between steps.
 
         Raises:
-            RuntimeError: ``nccl_ub`` is off, or a rank has too little memory.
+            RuntimeError: ``nccl_ub`` is off, and not because of ``synchronous``, or a rank has too little memory.
         """
+        if self.config.synchronous:
+            return
         if self._registration is None:
             raise RuntimeError("register_buffers: expected nccl_ub=True; the buffers of this model are not for NCCL.")
         self.reshard()

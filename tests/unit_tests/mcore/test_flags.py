@@ -12,6 +12,7 @@ import pytest
 import tests.megatron_models as mm
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
+from megatron.fsdp.config import SYNCHRONOUS
 from megatron.fsdp.mcore import options
 from megatron.fsdp.mcore.adapter import fsdp_config, largest_unit, units_of
 from megatron.fsdp.mcore.limits import Settings, adjust, validate_args
@@ -90,6 +91,15 @@ def test_the_communication_size_limits_units_in_flight(size: int | None, unshard
     assert (found.max_unsharded_units, found.max_reducing_units) == (unsharded, reducing)
     double = dataclasses.replace(ddp_config, fsdp_double_buffer=True)
     assert fsdp_config(mm.transformer_config(), double, unit_size=100).max_unsharded_units == 2
+
+
+def test_one_switch_refuses_captures_of_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured, eager = (mm.transformer_config(cuda_graph_impl=kind) for kind in ("full_iteration", "none"))
+    assert not fsdp_config(captured, DistributedDataParallelConfig()).synchronous
+    monkeypatch.setenv(SYNCHRONOUS, "1")
+    assert fsdp_config(eager, DistributedDataParallelConfig()).synchronous
+    with pytest.raises(ValueError, match=f"{SYNCHRONOUS}=1 .* expected --cuda-graph-impl none; got full_iteration"):
+        fsdp_config(captured, DistributedDataParallelConfig())
 
 
 def _through_the_wrapper() -> None:
