@@ -25,7 +25,7 @@ from megatron.fsdp.sharding.layout import (
     boxes,
     parse_granularity,
 )
-from megatron.fsdp.sharding.packing import ALIGNMENT, allowed_shard, plan_layout
+from megatron.fsdp.sharding.packing import ALIGNMENT, allowed_shard, plan_layout, plan_layout_of_blocks
 from scripts.layout_table import table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -404,3 +404,12 @@ def test_rows_that_are_never_cut() -> None:
     shapes = [(7, 1000), (3, 1000)]
     assert plan_layout(shapes, 8).cut_rows
     assert not plan_layout(shapes, 8, parse_granularity("whole_row")).cut_rows
+
+
+@pytest.mark.parametrize(
+    ("shapes", "ranks"),
+    [([(48, 64), (32, 128), (80, 96), (16, 64)], 3), ([(64, 32), (96, 96), (48, 96), (96, 64)], 2)],
+)
+def test_two_values_per_byte_begin_at_multiples_of_16_bytes(shapes: list[tuple[int, ...]], ranks: int) -> None:
+    plane = plan_layout_of_blocks(shapes, ranks, ROW, 1, 2).packed(2)
+    assert {number % 16 for slot in plane.slots for number in (slot.offset, plane.shard_numel)} == {0}
