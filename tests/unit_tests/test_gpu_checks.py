@@ -19,15 +19,15 @@ from tests.gpu.verdict import Setup, Verdict, judge
 from tests.ranks import DEVICE, ROOT
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="a dry run")
-QUICK = ["waits"]
-LATER = ["sanitizer", "memory", "probe", "gloo", "unit", "parity", "nccl"]
+SHORT = ["waits", "sanitizer", "memory", "probe", "gloo", "unit", "nccl"]
+LONG = ["parity"]
 
 
 def _options(folder: Path, *names: str, device: str = "cpu") -> argparse.Namespace:
     return driver.parse(["--out", str(folder), "--only", ",".join(names), "--device", device, "--dry-run"])
 
 
-@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in LATER)])
+@pytest.mark.parametrize("name", [*SHORT, *(pytest.param(name, marks=pytest.mark.slow) for name in LONG)])
 def test_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     assert driver.main(_options(tmp_path, name)) == 0, (tmp_path / f"{name}.log").read_text()[-3000:]
     (line,) = capsys.readouterr().out.splitlines()
@@ -42,7 +42,13 @@ def test_times_and_functions() -> None:
     for check in driver.CHECKS.values():
         module, _, function = check.function.partition(":")
         assert callable(getattr(importlib.import_module(f"tests.gpu.{module}"), function))
-    assert set(driver.CHECKS) == {*QUICK, *LATER, "megatron", "speed"}
+    assert set(driver.CHECKS) == {*SHORT, *LONG, "megatron", "speed"}
+
+
+def test_the_page_lists_the_checks_and_their_limits() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text().partition("| check | shows | seconds |\n|---|---|---|\n")[2]
+    rows = [line.strip("| ").split(" | ") for line in page.partition("\n\n")[0].splitlines()]
+    assert [(row[0].strip("`"), float(row[-1])) for row in rows] == [(n, c.seconds) for n, c in driver.CHECKS.items()]
 
 
 def test_a_check_that_takes_too_long_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
