@@ -191,7 +191,9 @@ def _unusable(folder: Path) -> str:
     whole = [folder / name for name in names if folder / name != pretrained and (folder / name / METADATA).is_file()]
     if whole:
         return f"expected checkpoints named iter_NNNNNNN; got {whole[-1].name}. Give {whole[-1]} itself to --load."
-    foreign = [name for name in names if _FOREIGN.fullmatch(name)]
+    # A run may write files of its own, such as profiles, into the folder that it saves to.
+    own = getattr(args, "load", None) is not None and args.load == getattr(args, "save", None)
+    foreign = [name for name in names if _FOREIGN.fullmatch(name) and not (own and name.endswith((".pt", ".pth")))]
     if foreign:
         return (
             f"expected a checkpoint of Megatron; got {foreign[0]}. Convert safetensors files with "

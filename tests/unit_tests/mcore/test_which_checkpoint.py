@@ -213,6 +213,13 @@ def test_files_that_cannot_be_loaded_raise(monkeypatch: pytest.MonkeyPatch, tmp_
         resuming.checkpoint_exists(lambda path: False, str(folder))
 
 
+def test_a_run_may_write_files_into_its_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "profile.pt").touch()
+    at_base(monkeypatch, tmp_path, **OURS, ckpt_step=None, load=str(tmp_path), save=str(tmp_path))
+    with pytest.raises(RuntimeError, match=r"got profile\.pt"):
+        at_base(monkeypatch, tmp_path, **OURS, ckpt_step=None, load=str(tmp_path), save="elsewhere")
+
+
 def test_half_checkpoints_of_another_run_raise(monkeypatch: pytest.MonkeyPatch, checkpoints: Path) -> None:
     other: dict[str, Any] = {**OURS, "ckpt_step": None, "save": "elsewhere"}
     for iteration in (10, 20):
