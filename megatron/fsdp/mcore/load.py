@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed.checkpoint as dcp
 
 from megatron.core import parallel_state
@@ -102,10 +103,11 @@ def load_state_dict(state_dict: dict[str, Any], storage_reader: Any, planner: An
     if is_torch_dist(folder):
         own = _take_out_missing(state_dict, folder)
     else:
-        keys = storage_reader.read_metadata().state_dict_metadata.keys()
-        if _OPERATIONS in keys:
+        saved = storage_reader.read_metadata().state_dict_metadata
+        if _OPERATIONS in saved:
             state_dict[_OPERATIONS] = 0
-        check_sections(state_dict, keys, folder)
+        check_sections(state_dict, saved.keys(), folder)
+        _check_scales(state_dict, saved, folder)
     with _own_topology(state_dict), _naming_arguments(folder):
         loading.load(
             state_dict,
@@ -227,6 +229,18 @@ def check_sections(state_dict: CheckpointState, keys: Collection[str], folder: P
             f"tensor_model_parallel_size {ranks} by another FSDP, which stores the ranks' shards one after the other. "
             "Convert a torch_dist checkpoint of the run instead."
         )
+
+
+def _check_scales(state_dict: CheckpointState, saved: Mapping[str, Any], folder: Path) -> None:
+    """Raise if moments were saved in fp16 without their scales, as other FSDPs do. This one saves them in float32."""
+    for name, state in state_dict.get("optimizer", {}).get("state", {}).items():
+        for kind, value in state.items():
+            stored = getattr(saved.get(f"optimizer.state.{name}.{kind}"), "properties", None)
+            if stored is not None and stored.dtype == torch.float16 and value.dtype != torch.float16:
+                raise RuntimeError(
+                    f"{folder}: {kind} of {name} is in float16; its scale is not in the checkpoint. Load without "
+                    "optimizer state (--no-load-optim)."
+                )
 
 
 def _tensor_parallel_size(folder: Path, keys: Collection[str]) -> int:

@@ -136,7 +136,11 @@ def _moments(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
 def _save_scaled(folder: str, dtype: torch.dtype, changes: dict[str, Any]) -> dict[str, torch.Tensor]:
     with mm.megatron(), transformer_engine():
         model, optimizer, _ = _trained("optim_grads_params", dict.fromkeys(DTYPES, dtype), **changes)
-        save(mm.checkpoint_state(model, optimizer), folder)
+        state = mm.checkpoint_state(model, optimizer)
+        save(state, folder)
+        for moments in state["optimizer"]["state"].values():
+            moments |= {name: make_like(local_shard(value).half(), value) for name, value in moments.items()}
+        save(state, f"{folder}/others")
         return _moments(model, optimizer)
 
 
@@ -148,6 +152,8 @@ def _load_scaled(folder: str, dtype: torch.dtype, changes: dict[str, Any]) -> di
         state = {"model": model.module.state_dict_for_save_checkpoint(), "optimizer": raw}
         prepared = CheckpointState(state, [model.module], loading=True)
         prepared = preprocess(None, SimpleNamespace(), prepared, model.module)
+        with pytest.raises(RuntimeError, match=r"exp_avg of .* is in float16; its scale is not in the checkpoint"):
+            load_state_dict(prepared, dcp.FileSystemReader(f"{folder}/others"))
         load_state_dict(prepared, dcp.FileSystemReader(folder))
         optimizer.load_state_dict(prepared["optimizer"])
         return _moments(model, optimizer)
