@@ -33,7 +33,7 @@ BUDGETS = {
     "megatron/fsdp/helpers": 346,
     "megatron/fsdp/init": 458,
     "megatron/fsdp/integrations": 561,
-    "megatron/fsdp/mcore": 2_753,
+    "megatron/fsdp/mcore": 2_764,
     "megatron/fsdp/mcore/cpu": 718,
     "megatron/fsdp/naming": 248,
     "megatron/fsdp/optim": 1_070,
@@ -45,7 +45,7 @@ BUDGETS = {
     "megatron/fsdp/tools": 3_270,
     "megatron/fsdp/tools/predict": 1_642,
     "megatron_fsdp": 149,
-    "tests": 41_466,
+    "tests": 41_472,
 }
 
 # Phrases, as regular expressions, and the word that people of this field search for. A line may end at a space.
