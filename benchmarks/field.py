@@ -87,7 +87,7 @@ class Field:
             try:
                 ranks.launch()
                 return None
-            except original_package.NoOriginal as failure:
+            except original_package.NotInstalled as failure:
                 return str(failure)
             except WorkerFailure as failure:
                 reason = str(failure)

@@ -40,15 +40,15 @@ REDUCTION = (
 )
 
 
-class NoOriginal(RuntimeError):
-    """The original package is not available. The message contains the reason."""
+class NotInstalled(RuntimeError):
+    """The package of a peer is not available. The message contains the reason."""
 
 
 def on_path(device: str) -> Path:
     """The folder to put on PYTHONPATH before this repository. It is created if necessary.
 
     Raises:
-        NoOriginal: pip could not install the package, or the patches do not match its source.
+        NotInstalled: pip could not install the package, or the patches do not match its source.
     """
     plain = FOLDER / "original"
     if not (plain / "megatron_fsdp" / "__init__.py").exists():
@@ -74,7 +74,7 @@ def for_cpu(source: str, name: str) -> str:
         for pattern, replacement in REDUCTION:
             source, count = re.subn(pattern, replacement, source)
             if count != 1:
-                raise NoOriginal(f"{name} of the original: expected {pattern!r} once; found it {count} times")
+                raise NotInstalled(f"{name} of the original: expected {pattern!r} once; found it {count} times")
     return source
 
 
@@ -91,10 +91,10 @@ _failure: list[str] = []
 
 def _install(folder: Path) -> None:
     if _failure:
-        raise NoOriginal(_failure[0])
+        raise NotInstalled(_failure[0])
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
     command += ["--require-hashes", "--target", str(folder), "--requirement", str(PIN)]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
         _failure.append(f"pip could not install {PIN.name}: {result.stderr.strip()[-500:]}")
-        raise NoOriginal(_failure[0])
+        raise NotInstalled(_failure[0])

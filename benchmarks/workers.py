@@ -1,6 +1,7 @@
 """Starts rank processes, calls functions in them, and detects crashes."""
 
 import contextlib
+import importlib.util
 import json
 import os
 import select
@@ -188,10 +189,17 @@ class Ranks:
 
 
 def rank_environment(job: Job) -> dict[str, str]:
-    """Environment variables of a rank: import path, number of threads, and warnings."""
-    path = [str(ROOT)]
-    if job.peer in PEERS and PEERS[job.peer].needs_original:
+    """Environment variables of a rank: import path, number of threads, and warnings.
+
+    Raises:
+        NotInstalled: The package of the peer is not available.
+    """
+    path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    peer = PEERS.get(job.peer)
+    if peer is not None and peer.needs_original:
         path.insert(0, str(original_package.on_path(job.device)))
+    if peer is not None and peer.module == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
+        raise original_package.NotInstalled("deepspeed is not installed")
     threads = str(job.threads)
     return {
         "PYTHONPATH": os.pathsep.join(path),

@@ -96,6 +96,8 @@ PEERS: dict[str, Peer] = {
     "original-3-streams": Peer(
         "the original, ZeRO-3, asynchronous reductions", "original", {"zero": 3, "streams": True}, cpu_only=True
     ),
+    "deepspeed-3": Peer("DeepSpeed, ZeRO-3", "deepspeed", {}),
+    "deepspeed-3-limited": Peer("DeepSpeed, ZeRO-3, limited buckets", "deepspeed", {"limited": True}),
     **{f"ours-{zero}": Peer(f"ours, ZeRO-{zero}", "ours", {"zero": zero}) for zero in range(4)},
     "ours-hsdp": Peer("ours, HSDP over two", "ours", {"zero": 3, "outer": 2}),
     "ours-3-double": Peer("ours, ZeRO-3, double buffer", "ours", {"zero": 3, "double": True}),

@@ -18,7 +18,7 @@ from benchmarks.field import slowest
 from benchmarks.job import Job
 from benchmarks.model import Shape
 from benchmarks.options import Options, Skipped
-from benchmarks.original_package import NoOriginal
+from benchmarks.original_package import NotInstalled
 from benchmarks.results import Case
 from benchmarks.rounds import Rounds
 from benchmarks.workers import Ranks, WorkerFailure
@@ -111,7 +111,7 @@ def _measure(case: Case, jobs: list[Job], options: Options, end: float) -> None:
                 ranks.launch()
                 turns = ranks.call("benchmarks.training:turn", tokens=TOKENS, steps=STEPS, warm_up=3)
                 samples[job.peer] = slowest(turns) | ranks.call("benchmarks.probes.gpu:measure", tokens=TOKENS)[0]
-            except (WorkerFailure, NoOriginal) as failure:
+            except (WorkerFailure, NotInstalled) as failure:
                 rounds.crashed[job.peer] = str(failure)
             finally:
                 ranks.close()

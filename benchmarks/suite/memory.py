@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from benchmarks.job import Job
 from benchmarks.model import Shape
 from benchmarks.options import Options
-from benchmarks.original_package import NoOriginal
+from benchmarks.original_package import NotInstalled
 from benchmarks.peers import PEERS
 from benchmarks.probes import heap
 from benchmarks.results import Case
@@ -22,7 +22,9 @@ TOKENS = 16
 _OPTIONS = ("ours-3-double",)
 _ELSEWHERE = ("alone", "ours-3-fused", "ours-hsdp", *_OPTIONS)
 EVERY_PEER = tuple(peer for peer in PEERS if not peer.endswith("-streams") and peer not in _ELSEWHERE)
-SHARDED = ("fsdp2", "fsdp2-keep", "original-3", "original-3-limited", "original-3-double", "ours-3", *_OPTIONS)
+_DEEPSPEED = ("deepspeed-3", "deepspeed-3-limited")
+_ORIGINAL = ("original-3", "original-3-limited", "original-3-double")
+SHARDED = ("fsdp2", "fsdp2-keep", *_ORIGINAL, *_DEEPSPEED, "ours-3", *_OPTIONS)
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ def _count(job: Job, variables: dict[str, str]) -> dict[str, float] | str:
         ranks.launch()
         each = [{"job": job.as_json(), "rank": rank, "tokens": TOKENS} for rank in range(1 if job.fake else job.ranks)]
         answers = ranks.call_each("benchmarks.probes.memory:measure", each)
-    except (WorkerFailure, NoOriginal) as failure:
+    except (WorkerFailure, NotInstalled) as failure:
         return str(failure)
     finally:
         ranks.close()

@@ -3,7 +3,7 @@
 from benchmarks.job import Job
 from benchmarks.model import Shape
 from benchmarks.options import CORES, Options
-from benchmarks.original_package import NoOriginal
+from benchmarks.original_package import NotInstalled
 from benchmarks.probes import heap
 from benchmarks.results import Case
 from benchmarks.workers import Ranks, WorkerFailure
@@ -25,7 +25,7 @@ def run(options: Options) -> list[Case]:
         try:
             ranks.launch()
             found = ranks.call("benchmarks.probes.start_up:build", job=job.as_json(), how=peer)[0]
-        except (WorkerFailure, NoOriginal) as failure:
+        except (WorkerFailure, NotInstalled) as failure:
             case.notes.append(f"{peer} failed: {str(failure).splitlines()[0]}")
             continue
         finally:

@@ -139,6 +139,6 @@ def test_pip_is_tried_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     monkeypatch.setattr(subprocess, "run", fails)
     monkeypatch.setattr(original_package, "_failure", [])
     for _ in range(3):
-        with pytest.raises(original_package.NoOriginal, match="no registry"):
+        with pytest.raises(original_package.NotInstalled, match="no registry"):
             original_package._install(tmp_path)
     assert len(tries) == 1

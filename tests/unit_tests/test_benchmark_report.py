@@ -154,5 +154,5 @@ def test_the_copy_of_the_original_is_patched() -> None:
     assert 'd = torch.device("cpu")' in changed
     assert 'm = mesh("cpu")' in changed
     assert "s = _cuda.Stream()" in changed
-    with pytest.raises(original_package.NoOriginal, match="once"):
+    with pytest.raises(original_package.NotInstalled, match="once"):
         original_package.for_cpu(source, "param_and_grad_buffer.py")
