@@ -374,21 +374,23 @@ def draw_reshard() -> Drawing:
 
 
 def draw_ratios(title: str, head: str) -> Drawing:
-    """Bars for the last two columns of the table of docs/performance.md that begins with ``head``."""
-    table = (ROOT / "docs" / "performance.md").read_text().partition(f"\n{head}")[2].partition("\n\n")[0]
+    """Bars for the columns with a slash, the ratios, of the table of docs/performance.md that begins with ``head``."""
+    table = head + (ROOT / "docs" / "performance.md").read_text().partition(f"\n{head}")[2].partition("\n\n")[0]
     names, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines())
-    bottom, left = 52 + 48 * len(rows), 110
-    drawing = Drawing(title, bottom + 44)
+    first, left = next(i for i, name in enumerate(names) if name.split("/")[-1].lstrip()[:1].isupper()), 110
+    height = 18 * len(names[first:]) + 12
+    drawing = Drawing(title, (bottom := 52 + height * len(rows)) + 44)
     drawing.text(24, 34, f"{title}; lower is better", extra=BOLD)
-    for number, (*labels, first, second) in enumerate(rows):
-        y = 52 + 48 * number
-        drawing.text(24, y + 22, ", ".join(labels[: head.count("|") - 1]), extra=SMALL)
-        for ratio, top, color in zip((first, second), (y, y + 18), COLORS, strict=False):
+    for number, row in enumerate(rows):
+        y = 52 + height * number
+        drawing.text(24, y + height / 2 - 2, ", ".join(row[: head.count("|") - 1]), extra=SMALL)
+        for ratio, color in zip(row[first:], COLORS, strict=False):
             width = float(ratio) * (WIDTH - left - 60)
-            drawing.box(left, top, width, 16, color)
-            drawing.text(left + width - 36, top + 13, ratio, "white", SMALL)
+            drawing.box(left, y, width, 16, color)
+            drawing.text(left + width - 36, y + 13, ratio, "white", SMALL)
+            y += 18
     drawing.line(WIDTH - 60, 46, bottom)
-    _legend(drawing, bottom + 12, zip(names[-2:], COLORS, strict=False))
+    _legend(drawing, bottom + 12, zip(names[first:], COLORS, strict=False))
     return drawing
 
 

@@ -24,7 +24,7 @@ def _refuses() -> None:
     model = quantized_model()
     before = [id(p) for p in model.parameters()]
     policy = MixedPrecisionPolicy(compute_dtype=torch.bfloat16)
-    expected = r"Parameter \S+weight is a quantized Float8Tensor of .*compute_dtype=torch.bfloat16 is another"
+    expected = r"Parameter \S+weight is a quantized Float8Tensor of .*compute_dtype=torch.bfloat16 is a different"
     with patch.object(Float8Storage, "takes_dtype", False):
         with pytest.raises(NotImplementedError, match=expected):
             fully_shard_model(model, fsdp_unit_modules=[Block], mixed_precision_policy=policy)

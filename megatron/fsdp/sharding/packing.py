@@ -107,8 +107,8 @@ def plan_layout_of_blocks(
         # Measured in ``ratio`` elements, every offset that the search finds is a multiple of it.
         scaled.append((math.prod(shape) // unit, unit // ratio))
         own.append(block(together))
-    # A byte for ``ratio`` elements: the tensor cores' copies and NCCL's need addresses that 16 divides there, too.
-    plan = plan_layout(scaled, num_shards, own, ALIGNMENT)
+    # Copies of the tensor cores and of NCCL need values that begin at multiples of 16 bytes. A byte may hold two.
+    plan = plan_layout(scaled, num_shards, own, math.lcm(2 * ALIGNMENT, ratio) // ratio)
     slots = [
         Slot(slot.offset * ratio, tuple(shape), block(slot.granularity.rows * rows))
         for slot, shape in zip(plan.slots, shapes, strict=True)
