@@ -23,7 +23,9 @@ class Distributions(NamedTuple):
 def distributions(tmp_path_factory: pytest.TempPathFactory) -> Distributions:
     """The sdist, and the wheel made of the tree. Made of a copy, so that the checkout stays as it is."""
     source, made = tmp_path_factory.mktemp("source") / "tree", tmp_path_factory.mktemp("dist")
-    outputs = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "*_output", "gpu_checks")
+    outputs = shutil.ignore_patterns(
+        ".*", "__pycache__", "*.egg-info", "build", "dist", "*_output", "gpu_checks", "cluster_test"
+    )
     shutil.copytree(ROOT, source, ignore=outputs)
     sdist = f"from setuptools import build_meta; build_meta.build_sdist({str(made)!r})"
     subprocess.run([sys.executable, "-c", sdist], cwd=source, check=True, capture_output=True, timeout=200)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron.fsdp.tools.predict.record import fake_ranks
 from megatron_fsdp import FSDPConfig, MegatronFSDP, MixedPrecisionPolicy, fully_shard_model
 from tests.exchanges import both_exchanges
 from tests.models import STRATEGIES, Block, TinyModel, batches, loss_of
@@ -135,6 +136,7 @@ def _calls(depth: int) -> int:
 @pytest.mark.skipif(
     sys.version_info[:2] != (3, 12) or not torch.__version__.startswith("2.13"), reason="torch has calls of its own"
 )
-def test_python_calls_per_unit(ranks: RankPool) -> None:
-    few, many = (ranks.run(2, _calls, depth)[0] for depth in (4, 12))
-    assert (many - few) / 8 < 545  # 532 on 28 November 2026; 23 of these are the model's own
+def test_python_calls_per_unit() -> None:
+    with fake_ranks(2):  # those of a wait that is not over at once depend on other processes
+        few, many = _calls(4), _calls(12)
+    assert (many - few) / 8 <= 644  # 631 on 28 November 2026; 23 of these are the model's own
