@@ -198,6 +198,9 @@ def test_figures_of_the_readme_are_those_of_the_page_with_their_source() -> None
     _, *ratios = _row("performance.md", "64")
     peak = _row("../README.md", "peak memory of a step, one of 64 simulated ranks, relative")
     assert peak == pytest.approx([1, *(1 / ratio for ratio in ratios)], abs=0.005)
+    full, layers, _ = _rows("performance.md", "peak, GiB")
+    cells = "peak memory on one H200, GiB: 1.1 billion parameters; 4 layers of 8 billion on one of 8 simulated ranks"
+    assert _row("../README.md", cells) == [peak for pair in zip(full, layers, strict=True) for peak in pair]
     ours, *peers = _row("performance.md", "1.1 billion parameters, one rank: step, ms")
     found = _row("../README.md", "step time on one H200, one rank, 1.1 billion parameters, one round, relative")
     assert found == pytest.approx([1, *(peer / ours for peer in peers)], abs=0.005)
