@@ -45,7 +45,7 @@ BUDGETS = {
     "megatron/fsdp/tools": 3_270,
     "megatron/fsdp/tools/predict": 1_642,
     "megatron_fsdp": 149,
-    "tests": 41_476,
+    "tests": 41_482,
 }
 
 # Phrases, as regular expressions, and the word that people of this field search for. A line may end at a space.
