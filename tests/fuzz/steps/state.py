@@ -61,13 +61,11 @@ def load(side: Side, assign: bool, alike: bool, in_place: bool) -> None:
         if "optimizer" in kept:
             state["optimizer"] = side.optimizer.state_dict()
         dcp.load(state, checkpoint_id=side.folder())
-    if kind == "dcp" and not side.plain and in_place:
-        pass
-    elif kind == "get":
+    if kind == "get":
         # Ranks that are not the first have nothing.
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=not side.plain)
         set_model_state_dict(side.model, copy.deepcopy(state["model"]), options=options)
-    else:
+    elif kind != "dcp" or side.plain or not in_place:
         side.model.load_state_dict(copy.deepcopy(state["model"]), assign=assign and not side.plain)
     if "optimizer" in state:
         side.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
