@@ -43,7 +43,8 @@ class SimulatedGraph:
         rules = _Rules(self._device.timeline.current[-1], self._device.ignoring)
         device = self._device
         before, saved = device.on_kernel, [(storage, storage.clone()) for storage in device.memory.on_device()]
-        with rules.enforced(), device.no_host_wait(), patch.object(torch.cuda, "is_current_stream_capturing", _yes):
+        capturing = patch.multiple(torch.cuda, is_initialized=_yes, is_current_stream_capturing=_yes)
+        with rules.enforced(), device.no_host_wait(), capturing:
             device.on_kernel = self._record
             try:
                 yield

@@ -370,7 +370,7 @@ def communication_stream(device: torch.device, group: dist.ProcessGroup, name: s
 
 def is_capturing() -> bool:
     """True while a CUDA graph is captured on the current stream."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def ignore_captures() -> None:
