@@ -56,7 +56,12 @@ def _draw(parameter: nn.Parameter) -> None:
     """Initialize a parameter with numbers that are the same on all ranks, which have seeds of their own."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
-        nn.init.normal_(parameter, std=0.3)
+        # A transposed weight is contiguous after sharding, where draws fill it in another order.
+        drawn = nn.init.normal_(
+            parameter if parameter.is_contiguous() else torch.empty(parameter.shape, dtype=parameter.dtype), std=0.3
+        )
+        if drawn is not parameter:
+            parameter.copy_(drawn)
 
 
 @step(3, use=("descend", "data", "sharpness"))
