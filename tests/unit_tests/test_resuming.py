@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from megatron.fsdp import fsdp2
-from megatron_fsdp import fully_shard, fully_shard_model
+from megatron_fsdp import fully_shard, fully_shard_model, register_optimizer
 from tests.models import OPTIMIZERS, STRATEGIES, Block, TinyModel, adamw, batches, device, loss_of, main_weights
 from tests.ranks import DEVICE, RankPool
 
@@ -112,6 +112,66 @@ def test_resumes_after_a_look_at_state(ranks: RankPool, tmp_path: Path) -> None:
         folder = str(tmp_path / str(by_torch))
         expected = ranks.run(2, _save, folder, "optim_grads_params", "AdamW", by_torch)
         assert ranks.run(2, _resume, folder, "optim_grads_params", "AdamW", by_torch, True) == expected
+
+
+def _other_options(folder: str) -> None:
+    for name, saved, loading in [
+        ("max_exp_avg_sq", lambda p: torch.optim.AdamW(p, amsgrad=True), adamw),
+        ("grad_avg", lambda p: torch.optim.RMSprop(p, centered=True), torch.optim.RMSprop),
+    ]:
+        model, optimizer = _model("optim_grads_params", saved, seed=3)
+        _train(model, optimizer, 0, 1)
+        dcp.save({"optimizer": optimizer.state_dict()}, checkpoint_id=f"{folder}/{name}")
+        model, optimizer = _model("optim_grads_params", loading, seed=3)
+        state = {"optimizer": optimizer.state_dict()}
+        dcp.load(state, checkpoint_id=f"{folder}/{name}")
+        optimizer.load_state_dict(state["optimizer"])
+        with pytest.raises(ValueError, match=f"the loaded options need {name}"):
+            _train(model, optimizer, 1, 2)
+        for options in optimizer.param_groups:
+            options |= {key: False for key in ("amsgrad", "centered") if key in options}
+        _train(model, optimizer, 1, 2)
+
+
+def test_saved_options_that_need_other_state(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, _other_options, str(tmp_path))
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """Refuses steps outside of its train mode, as the optimizers of schedulefree."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1, "train_mode": False})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            if not group["train_mode"]:
+                raise RuntimeError("not in train mode")
+            for p in (p for p in group["params"] if p.grad is not None):
+                if not self.state[p]:
+                    self.state[p]["z"] = p.clone()
+                self.state[p]["z"].sub_(p.grad, alpha=group["lr"])
+                p.lerp_(self.state[p]["z"], 0.5)
+
+
+def _in_eval_mode(folder: str) -> None:
+    register_optimizer(ScheduleFree, "element")
+    model, optimizer = _model("optim_grads_params", ScheduleFree, seed=3)
+    optimizer.param_groups[0]["train_mode"] = True
+    _train(model, optimizer, 0, 1)
+    saved = {"optimizer": optimizer.state_dict()}
+    dcp.save(saved, checkpoint_id=folder)
+    model, optimizer = _model("optim_grads_params", ScheduleFree, seed=3)
+    state = {"optimizer": optimizer.state_dict()}
+    dcp.load(state, checkpoint_id=folder)
+    optimizer.load_state_dict(state["optimizer"])
+    for mine, theirs in zip(optimizer.state.values(), saved["optimizer"]["state"].values(), strict=True):
+        assert torch.equal(mine["z"].to_local(), theirs["z"].to_local())
+
+
+def test_state_of_an_optimizer_outside_of_its_train_mode(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, _in_eval_mode, str(tmp_path))
 
 
 DELICATE: dict[str, Callable[..., torch.optim.Optimizer]] = {

@@ -139,6 +139,27 @@ class FreshState:
         return state
 
 
+def require_all_state(optimizer: torch.optim.Optimizer) -> None:
+    """Check that loaded state has what a step reads: otherwise, torch's step raises a KeyError.
+
+    ``torch.distributed.checkpoint.load`` replaces the options in a state dict, but adds no state to it.
+
+    Raises:
+        ValueError: The saved options, such as ``amsgrad``, need state that the optimizer did not have.
+    """
+    # SGD creates what it lacks.
+    for options in optimizer.param_groups if updates_like(optimizer, BY_PARAMETER - {torch.optim.SGD}) else ():
+        main = next((main for main in options["params"] if optimizer.state.get(main)), None)
+        if main is None:
+            continue
+        tiny = nn.Parameter(torch.zeros(_DISTINCT[: main.dim()], dtype=main.dtype, device=_local(main).device))
+        if lacking := _state_after_a_step(optimizer, options, tiny)[0].keys() - optimizer.state[main].keys():
+            raise ValueError(
+                f"{type(optimizer).__name__}: the loaded options need {', '.join(sorted(lacking))}, which the state "
+                "lacks. Build the optimizer with the saved options, and load into its state_dict()."
+            )
+
+
 def join_text_keys(state_dict: dict) -> None:
     """Move state under a parameter's number as text to the number, in a state dict to load.
 
@@ -180,7 +201,9 @@ def _state_after_a_step(
         The state, and what the step has added to the options of the parameter's group: a count of steps.
     """
     tiny.grad = torch.zeros_like(tiny)
-    twin = twin_of(optimizer, [{**options, "params": [tiny]}])
+    # Schedule-free optimizers take no step between their eval() and train().
+    mode = {"train_mode": True} if "train_mode" in options else {}
+    twin = twin_of(optimizer, [{**options, **mode, "params": [tiny]}])
     # Call the class's step: a learning rate scheduler may have replaced the attribute to count steps.
     type(optimizer).step(twin)
     return twin.state[tiny], {key: value for key, value in twin.param_groups[0].items() if key not in options}

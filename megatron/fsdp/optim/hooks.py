@@ -23,7 +23,7 @@ from megatron.fsdp.comm.backends import is_on_host
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard, make_like, same_layout
 from megatron.fsdp.optim.block_state import join_state, make_state, split_state
 from megatron.fsdp.optim.classes import BY_PARAMETER, check_optimizer, looks_at
-from megatron.fsdp.optim.fresh_state import FreshState, join_text_keys
+from megatron.fsdp.optim.fresh_state import FreshState, join_text_keys, require_all_state
 from megatron.fsdp.optim.local_step import LocalStep, closure_of
 from megatron.fsdp.runtime.engine import Engine, engines_of
 from megatron.fsdp.runtime.unit import Unit
@@ -216,6 +216,7 @@ class Attachment:
         self.local = LocalStep(optimizer)
         # The arguments of the current step, and the engines whose units it has unsharded.
         self._sync = self._install = True
+        self._has_loaded = False
         self._prefetching: weakref.WeakSet[Engine] = weakref.WeakSet()
         setattr(optimizer, _ATTACHMENT, self)
         self._hooks = [optimizer.register_step_pre_hook(self.before_step)]
@@ -254,6 +255,9 @@ class Attachment:
         closure = closure_of(args, kwargs)
         if closure is None and self.needs_gradient:
             self._require_gradient(optimizer)
+        if self._has_loaded:
+            require_all_state(optimizer)  # not in the load: options may change after it
+            self._has_loaded = False
         self.fresh.discard_unloaded(optimizer)  # before the swap: it compares DTensors
         self.fresh.drop_none_yet(optimizer, closure is not None)
         if self._looks_at == "block":
@@ -317,6 +321,7 @@ class Attachment:
         self.fresh.discard_unloaded(optimizer)
         self.shard_state(optimizer)
         self.fresh.own_initial(optimizer)  # what it marks depends on this rank's shards
+        self._has_loaded = True
 
     def shard_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Replace full or evenly sharded state by this rank's shards."""
