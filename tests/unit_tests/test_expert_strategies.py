@@ -99,7 +99,7 @@ def _doubts() -> None:
     model = fully_shard_model(_model(), fsdp_unit_modules=[Block], device=device(), **meshes)
     JOURNAL.doubted = True
     model(batches(1, 1)[0, 0]).sum().backward()
-    assert JOURNAL._has_settled
+    assert JOURNAL.has_settled
 
 
 def test_logs_of_ranks_with_different_experts_are_equal(ranks: RankPool) -> None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
@@ -23,6 +23,7 @@ from megatron.fsdp.comm.journal import (
     SECONDS_TO_REPORT,
     Journal,
     Log,
+    Report,
     Watchdog,
     _rounds,
     _watchdogs,
@@ -207,6 +208,33 @@ def _ask_a_busy_store() -> float:
     store.clone().set("end", "")  # type: ignore[attr-defined]
     waiting.join()
     return seconds
+
+
+def test_a_doubt_that_the_thread_has_seen_is_settled() -> None:
+    log, journal = MagicMock(return_value=Report("", False)), Journal()
+    rounds = MagicMock(report=log, answer=MagicMock(return_value=None))
+    journal.doubted = True
+    with patch.multiple("megatron.fsdp.comm.journal", _rounds=rounds, _watchdogs=[Watchdog(journal, 1.0)]):
+        Watchdog(journal, float("inf"))._check()
+        for _ in range(2):
+            journal.settle()
+    assert log.call_count == 2
+
+
+def _another_group() -> set[str]:
+    """Keys that ranks read in a second process group. Both have one store, and one rank has used it in the first."""
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    with patch.object(dist.distributed_c10d, "_get_default_store", lambda: store):
+        if rank == 0:
+            Round("met").publish("old", "")
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=dist.PrefixStore("second", store), rank=rank, world_size=2)
+        Round("met").publish(rank, "")
+        return set(Round("met").collect([0, 1], time.monotonic() + 5)) | set(Round("met").collect(["old"], 0.0))
+
+
+def test_a_second_process_group_where_one_rank_has_used_the_store_of_the_first(ranks: RankPool) -> None:
+    assert ranks.run(2, _another_group) == [{"0", "1"}] * 2
 
 
 def test_a_rank_that_waits_in_the_store_can_answer(ranks: RankPool) -> None:

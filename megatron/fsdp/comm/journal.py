@@ -37,7 +37,7 @@ import torch.distributed as dist
 from megatron.fsdp.comm.backends import backend_of, is_communication_error, moves_data, runs_ahead
 from megatron.fsdp.comm.hang_report import REMEDY, add_to, describe, one_line
 from megatron.fsdp.comm.process_groups import timeout_of
-from megatron.fsdp.comm.rounds import SECONDS_FOR_ANSWERS, Round, holds_store
+from megatron.fsdp.comm.rounds import SECONDS_FOR_ANSWERS, Round, reachable_at_end
 from megatron.fsdp.comm.streams import (
     CollectiveMismatch,
     Handle,
@@ -157,11 +157,12 @@ class Journal:
         query_after: Seconds without a new operation before :meth:`stuck_for` asks whether operations have ended. On a
             GPU this queries events, of which compute under capture in a CUDA graph should see few.
         doubted: Whether the ranks should compare their logs: this one has issued something out of order.
+        has_settled: Whether :meth:`settle` has waited for a comparison.
     """
 
     def __init__(self) -> None:
         self.query_after = 0.0
-        self.doubted = self._has_settled = False
+        self.doubted = self.has_settled = False
         self._logs: dict[tuple[int, ...], Log] = {}
         self._count, self._unfinished, self._since = 0, 0, 0.0
 
@@ -187,15 +188,15 @@ class Journal:
         Raises:
             CollectiveMismatch: The logs of the ranks differ.
         """
-        if self.doubted and not self._has_settled and _watchdogs:
-            self._has_settled = True
+        if self.doubted and not self.has_settled and _watchdogs:
+            self.has_settled = True
             _act_on(_rounds.report())
             raise_if_ranks_disagree()
 
     def clear(self) -> None:
         """Drop all logs. Numbers start at 0 in the next process group."""
         self._logs.clear()
-        self.doubted = self._has_settled = False
+        self.doubted = self.has_settled = False
 
     @property
     def count(self) -> int:
@@ -347,8 +348,8 @@ class ReportRounds:
         """Store an answer for requests after this process has ended."""
         error = error_at_end()
         with_error = "" if error is None else f" with {type(error).__name__}: {one_line(str(error))[:200]}"
-        # Another rank's process may hold the store and be gone already; torch would log that at length.
-        if holds_store() or error is not None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # Of a store that is gone, torch would log at length.
+        if reachable_at_end() or error is not None:
             Round(_ENDED).publish(dist.get_rank(), JOURNAL.as_json(f"it has ended{with_error}"))
 
 
@@ -430,7 +431,9 @@ class Watchdog(threading.Thread):
         count, stuck = self._journal.count, self._journal.stuck_for()
         doubted = self._journal.doubted and time.monotonic() >= self._next_doubt
         if doubted:
-            self._journal.doubted, self._next_doubt = False, time.monotonic() + SECONDS_TO_REPORT
+            # Other ranks may not have come to what differs: the main thread's first doubt waits for :meth:`settle`.
+            self._journal.doubted = not self._journal.has_settled
+            self._next_doubt = time.monotonic() + SECONDS_TO_REPORT
         if (report := _rounds.answer()) is None:
             prints = stuck >= self._seconds and self._reported != count
             if not (prints or doubted or (stuck >= self._compare_after and self._compared != count)):

@@ -12,16 +12,25 @@ from contextlib import suppress
 
 import torch.distributed as dist
 
+from megatron.fsdp.comm.streams import at_end, watch_end
+
 # The time that ranks have to publish what another rank collects. Their threads do so, unless the process has ended or
 # does not release the GIL.
 SECONDS_FOR_ANSWERS = 5.0
 
 # The store of the current default process group.
 _stores: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.Store] = weakref.WeakKeyDictionary()
+# The same without its prefix, the prefix, and where ranks agree on one.
+_chosen: list[tuple[dist.Store, str]] = []
+_KEY = "megatron_fsdp/group"
 
 
 def _open_store() -> dist.Store:
-    """The store of the default process group, with a new prefix for each such group, so that old keys are not read."""
+    """The store of the default process group, with a new prefix for each such group, so that old keys are not read.
+
+    The first rank that opens it chooses the prefix, and removes it when the group ends: all ranks have left one group
+    before the next begins. A rank may open the store of some groups only, so it cannot count them.
+    """
     world = dist.group.WORLD
     if world is None:
         raise RuntimeError("The process group is gone.")
@@ -30,9 +39,24 @@ def _open_store() -> dist.Store:
         with suppress(RuntimeError):  # one in Python has no ``clone``
             # A client waits for one thing at a time: torch's own may wait minutes for a communicator of NCCL.
             store = store.clone()  # type: ignore[attr-defined]
-        number = store.add(f"megatron_fsdp/groups/{dist.get_rank()}", 1)
-        _stores[world] = dist.PrefixStore(f"megatron_fsdp/{number}", store)
+        chosen = store.compare_set(_KEY, "", f"{dist.get_rank()} {time.time_ns()}").decode()
+        _stores[world] = dist.PrefixStore(f"megatron_fsdp/{chosen}", store)
+        _chosen[:] = [(store, chosen)]
+        at_end(_close_store)
+        watch_end()
     return _stores[world]
+
+
+def _close_store() -> None:
+    while _chosen:
+        store, chosen = _chosen.pop()
+        if dist.is_initialized() and reachable_at_end():
+            store.compare_set(_KEY, chosen, "")
+
+
+def reachable_at_end() -> bool:
+    """Whether this process can use the store at its end: else another rank's process that holds it may be gone."""
+    return dist.get_rank() == 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def holds_store() -> bool:
