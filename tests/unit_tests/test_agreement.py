@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from megatron.fsdp.comm import journal
 from megatron.fsdp.comm.journal import Journal
 from megatron.fsdp.fsdp2 import fully_shard
 from megatron.fsdp.runtime import agreement
@@ -369,6 +371,26 @@ def test_every_rank_raises_if_keys_are_missing_on_one(ranks: RankPool) -> None:
     first, second = ranks.run(2, _load_with_missing_keys)
     assert "because rank 1 failed: RuntimeError: state_dict does not fit" in first
     assert second.startswith("RuntimeError: state_dict does not fit")
+
+
+def _write_where_there_are_elements(strategy: int) -> tuple[str, float]:
+    with patch.object(journal, "SECONDS_TO_COMPARE", 60.0):
+        model = fully_shard_model(nn.Linear(8, 1, bias=False), zero_dp_strategy=strategy, device="cpu")
+    batch = torch.ones(2, 8)
+    model(batch).sum().backward()
+    if (shard := next(model.parameters()).to_local()).numel():
+        with torch.no_grad():
+            shard.mul_(2)
+    return _raised(lambda: [model(batch).sum().backward() for _ in range(3)])
+
+
+@pytest.mark.parametrize("strategy", [1, 2])
+def test_a_write_on_ranks_with_elements_alone(ranks: RankPool, strategy: int) -> None:
+    results = ranks.run(2, _write_where_there_are_elements, strategy)
+    ranks.close()
+    expected = "(?s)CollectiveMismatch.*first differ.*write the same parameters"
+    assert any(re.search(expected, text) for text, _ in results), results
+    assert all(text != "nothing" and seconds < 30 for text, seconds in results), results
 
 
 def test_samples_see_more_than_a_column() -> None:

@@ -8,6 +8,7 @@ import torch
 
 from megatron.fsdp.buffers.weights import PlaneSet, WeightBuffer, outdated
 from megatron.fsdp.comm.context import CommContext
+from megatron.fsdp.comm.journal import JOURNAL
 from megatron.fsdp.comm.streams import is_capturing
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.helpers.weak import weak_method
@@ -49,8 +50,7 @@ class Schedule:
         reduces_now: Callable[[], bool],
         on_backward_end: Callable[[], None],
     ) -> None:
-        self.units = units
-        self._config, self._context = config, context
+        self.units, self._config, self._context = units, config, context
         self._prefetches = config.overlap_param_gather and config.max_unsharded_units > 1
         self.plans = Plans(units, config.max_unsharded_units - 1 if self._prefetches else 0, context.exchange)
         self.passes = Pass()
@@ -175,6 +175,7 @@ class Schedule:
 
     def invalidate(self, written: list[WeightBuffer] | None = None) -> None:
         """Mark compute weights as out of date after main weights have changed; the next use unshards again."""
+        JOURNAL.doubted |= written is not None  # perhaps not on ranks without elements, which issue something else
         for weights in written or self._weights:
             weights.invalidate()
 
@@ -201,9 +202,8 @@ class Schedule:
         self._in_order = not (written or self.plans.gathers() or self._orders_may_differ())
         if written:  # these are unsharded again, in the order of the plan
             self.invalidate(written)
-            for unit in self.units:
-                if unit.state is WeightState.UNSHARDED:
-                    unit.unshard()
+            for unit in [u for u in self.units if u.state is WeightState.UNSHARDED]:
+                unit.unshard()
 
     def finish_backward(self) -> None:
         """End a backward: reshard the remaining units and reduce the remaining gradients, in the order of the plan."""
