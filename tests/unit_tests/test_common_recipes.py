@@ -181,6 +181,18 @@ def _dpo_with_lora(run: Run) -> None:
         run.step(model, optimizer, -F.logsigmoid(0.5 * (margin - of_base)).mean())
 
 
+def _maml(run: Run) -> None:
+    """Weights after a step of descent, through which the loss's gradients go."""
+    model, optimizer = run.shard(Model())
+    inner = model.get_submodule("module" if run.arguments else "")
+    for batch in run.batches():
+        weights = {n: p.full_tensor() if run.arguments else p for n, p in inner.named_parameters()}  # type: ignore[operator]
+        loss = torch.func.functional_call(inner, weights, (batch,)).pow(2).mean()
+        slopes = torch.autograd.grad(loss, list(weights.values()), create_graph=True)
+        faster = {name: weight - 0.1 * slope for (name, weight), slope in zip(weights.items(), slopes, strict=True)}
+        run.step(model, optimizer, (torch.func.functional_call(inner, faster, (batch + 1,)) - 1).pow(2).mean())
+
+
 def _clipping_by_accelerate(run: Run) -> None:
     """The list of parameters is from before ``prepare``."""
     from megatron.fsdp.integrations.accelerate import FSDPAccelerator
@@ -212,6 +224,7 @@ RECIPES: dict[str, Callable[[Run], None]] = {
     "DQN": _dqn,
     "WGAN-GP": _wgan_gp,
     "DPO with LoRA": _dpo_with_lora,
+    "MAML": _maml,
     "clipping by accelerate": _clipping_by_accelerate,
 }
 NEEDS = {"DPO with LoRA": "peft", "clipping by accelerate": "accelerate"}

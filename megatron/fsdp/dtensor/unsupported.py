@@ -62,9 +62,10 @@ def explained(error: Unsupported, values: Iterable[Any]) -> NotImplementedError:
     """The error to show to the user: it names the main weight among ``values``, and says what to write instead."""
     func, *why = error.args
     space, operation = func._schema.name.split("::")
-    known = _REMEDY_OF.get(operation if space == "aten" else space, f"it works on full tensors only. {_GATHER}")
+    known = _REMEDY_OF.get(operation if space == "aten" else space)
+    remedy = known or f"{why[0] if why else 'it works on full tensors only'}. {_GATHER}"
     subject = f"the sharded parameter {name}" if (name := _name_of(values)) else "a sharded tensor"
-    return NotImplementedError(f"{func} on {subject}: {f'{why[0]}. {_GATHER}' if why else known}")
+    return NotImplementedError(f"{func} on {subject}: {remedy}")
 
 
 def _name_of(values: Iterable[Any]) -> str:

@@ -200,7 +200,10 @@ def _check_inputs(inputs: Sequence[Any]) -> None:
                 raise RuntimeError(
                     f"torch.autograd.grad or backward(inputs=...): the gradient of {param.name} is reduced over the "
                     "ranks and sharded, which only a backward of the whole model does. Call loss.backward() and read "
-                    ".grad of the parameter. Gradients of gradients by them (create_graph, MAML) are not supported."
+                    ".grad of the parameter. For gradients of gradients (create_graph, MAML), compute with "
+                    "torch.func.functional_call(module, {name: p.full_tensor() for name, p in "
+                    "module.named_parameters()}, batch), and differentiate by these full tensors. "
+                    "module is what was sharded, not its wrapper."
                 )
 
 
