@@ -1,5 +1,6 @@
 """Pipes and folders instead of files, invalid JSON, and pickles that explode cause an immediate error or a fallback."""
 
+import argparse
 import codecs
 import copy
 import io
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from click.testing import CliRunner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from megatron.fsdp.checkpoint import safe_pickle
@@ -28,10 +30,11 @@ from megatron.fsdp.checkpoint.loading import load
 from megatron.fsdp.checkpoint.newest import newest_complete
 from megatron.fsdp.checkpoint.reader import TRACKER, CheckpointReader, checkpoint_folder, untiled
 from megatron.fsdp.checkpoint.safe_pickle import UnsafePickle
+from megatron.fsdp.convert.cli import cli
 from megatron.fsdp.convert.huggingface.folder import read_config, read_weights
 from megatron.fsdp.convert.verifying import verify
 from megatron.fsdp.integrations.lightning_strategy import ShardedStrategy
-from tests.checkpoints import ROOT
+from tests.checkpoints import ROOT, write_torch_dist
 from tests.small_checkpoints import Injected, write_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
@@ -103,6 +106,23 @@ def test_falling_back(tmp_path: Path, odd: str, sums: bool) -> None:
     with pytest.raises((DamagedCheckpoint, FileNotFoundError), match="iter_0000002"):
         load(into, newest)
     assert time.monotonic() - begun < SECONDS and torch.equal(into["w"], torch.zeros(5))
+
+
+def torch_dist(folder: Path) -> Path:
+    return write_torch_dist(folder, {"w": torch.ones(5)}, {"args": argparse.Namespace(transformer_impl="local")})
+
+
+@pytest.mark.parametrize("odd", [odd for odd in ODD if odd.startswith(("a length", "a size", "an ", "sizes"))])
+def test_converting_crafted_metadata_on_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, odd: str) -> None:
+    source, target = torch_dist(tmp_path / "crafted"), tmp_path / "out"
+    ODD[odd](source)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in "01":
+        monkeypatch.setenv("RANK", rank)
+        done = CliRunner().invoke(cli, ["convert", str(source), str(target), "--no-optimizer"])
+        assert done.exit_code == 1 and isinstance(done.exception, SystemExit), done
+        assert "crafted" in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["crafted"]
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.write_bytes(b"\xff\x00g")], ids=range(3))
@@ -250,6 +270,9 @@ def test_many_chunks_are_read_quickly(tmp_path: Path) -> None:
     empty = [ChunkStorageMetadata(torch.Size((0,)), torch.Size((0,))) for _ in range(50_000)]
     crafted(lambda entry, place: entry.chunks.extend(empty))(tmp_path / "c")
     assert not verify(tmp_path / "c").problems
+    crafted(lambda entry, place: entry.chunks.extend(empty))(torch_dist(tmp_path / "source"))
+    done = CliRunner().invoke(cli, ["convert", str(tmp_path / "source"), str(tmp_path / "out"), "--no-optimizer"])
+    assert done.exit_code == 0, done.stderr
     assert time.process_time() - begun < 6 * SECONDS  # it would take minutes to compare each with each
 
 
@@ -269,11 +292,16 @@ def test_names_that_are_not_utf_8(tmp_path: Path) -> None:
     folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff\xc3\xbc"))
     write_checkpoint(folder, {"w": torch.ones(5)}, {"o": "ü"})
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"}
-    for words in (["inspect", folder], ["print-tensor", folder, "o"], ["verify", folder / "ü"]):
+    source, target = torch_dist(folder / "source"), folder / "out"
+    for words in (
+        *(["inspect", folder], ["print-tensor", folder, "o"], ["verify", folder / "ü"]),
+        ["convert", source, target, "--no-optimizer"],
+    ):
         command = [sys.executable, "-m", "megatron.fsdp.convert", *words]
         done = subprocess.run(command, env=environment, capture_output=True, timeout=120)
         shown = done.stdout + done.stderr
         assert b"codec" not in shown and b"Traceback" not in shown, shown
+    assert target.is_dir()
 
 
 def test_lightning_does_not_run_what_the_metadata_refers_to(tmp_path: Path) -> None:
