@@ -3,11 +3,11 @@
 import pytest
 
 from tests.fuzz.found import FOUND, OPEN
-from tests.fuzz.program import programs
+from tests.fuzz.program import Verdict, programs
 from tests.fuzz.remedies import ENGINE, REMEDIES, Remedy
-from tests.fuzz.runner import REFUSALS, Runner, check
+from tests.fuzz.runner import REFUSALS, Result, Runner, check
 from tests.fuzz.steps import KINDS
-from tests.fuzz.table import source
+from tests.fuzz.table import mostly_discarded, source
 from tests.ranks import ROOT
 
 
@@ -25,6 +25,20 @@ def test_random_programs(half: int) -> None:
     assert not wrong, "\n".join(f"{source(result)}# {result.verdict.what}" for result in wrong)
     steps, refused = sum(len(program.steps) for program in made), sum(len(result.refused) for result in results)
     assert refused <= 0.05 * steps
+    assert not mostly_discarded(results)
+
+
+def test_a_kind_of_step_that_is_mostly_discarded_is_noticed() -> None:
+    made = [Result(program, program, Verdict("right"), [], []) for program in programs(150, 20, {}, list(KINDS))]
+
+    def without(kinds: tuple[str, ...]) -> dict[str, tuple[int, int]]:
+        lost = [[(one.kind, "") for one in each.made.steps if one.kind in kinds] for each in made]
+        return mostly_discarded([each._replace(discarded=d) for each, d in zip(made, lost, strict=True)])
+
+    assert not without(())
+    assert list(without(("gradients_of",))) == ["gradients_of"]
+    assert list(without(("write", "optimize"))) == ["optimize", "write", "all"]
+    assert "read" in mostly_discarded(made[:0])  # never drawn
 
 
 @pytest.mark.timeout(2000)

@@ -41,14 +41,29 @@ def table(results: list[Result], control: list[Result], seconds: float) -> str:
         "",
         *(f"* {number}: {reason}" for reason, number in discarded.most_common(12)),
         "",
-        "| step | programs | steps | refused |",
-        "|---|---|---|---|",
+        "| step | programs | steps | refused | discarded |",
+        "|---|---|---|---|---|",
     ]
     for kind in KINDS:
         inside = [sum(one.kind == kind for one in result.program.steps) for result in results]
-        dropped = sum(name == kind for result in results for name, _ in result.refused)
-        lines.append(f"| {kind} | {sum(map(bool, inside))} | {sum(inside)} | {dropped} |")
+        dropped = [sum(name == kind for name, _ in part) for r in results for part in (r.refused, r.discarded)]
+        lines.append(
+            f"| {kind} | {sum(map(bool, inside))} | {sum(inside)} | {sum(dropped[::2])} | {sum(dropped[1::2])} |"
+        )
     return "\n".join(lines) + "\n"
+
+
+def mostly_discarded(results: list[Result]) -> dict[str, tuple[int, int]]:
+    """The kinds of steps that plain torch refuses in more than half of their draws, or that were never drawn.
+
+    Returns:
+        For each, and for "all" if more than a tenth of all steps are discarded: how many were, and of how many.
+    """
+    drawn = Counter(one.kind for result in results for one in result.made.steps)
+    lost = Counter(kind for result in results for kind, _ in result.discarded)
+    found = {kind: (lost[kind], drawn[kind]) for kind in KINDS if 2 * lost[kind] > drawn[kind] or not drawn[kind]}
+    every = lost.total(), drawn.total()
+    return found | ({"all": every} if 10 * every[0] > every[1] else {})
 
 
 def frequencies(made: Iterable[Program]) -> str:
