@@ -134,6 +134,10 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         Column("seconds", "seconds", digits=2),
         Column("MFU, %", "mfu", 0.01, 1),
         Column("activations, GiB", "gib"),
+        Column("error, %", "error", 0.01, 1),
+        Column("median error, %", "median_error", 0.01, 1),
+        Column("worst error, %", "worst_error", 0.01, 1),
+        Column("rank correlation", "correlation", digits=2),
     ),
     "predicted-memory": (
         _mib("measured peak", "peak"),

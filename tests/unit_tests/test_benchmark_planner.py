@@ -13,11 +13,12 @@ from torch import nn
 from benchmarks import planner, report
 from benchmarks.compiled import compiled
 from benchmarks.figures import Summary
+from benchmarks.model import Shape
 from benchmarks.network import DELAYER
 from benchmarks.options import Skipped
 from benchmarks.results import Case, Result
 from benchmarks.suite.prediction import CALIBRATION, FASTEST, SETTINGS, Measured, Setting, case_of, load, save, summary
-from benchmarks.suite.published import FIGURES
+from benchmarks.suite.published import FIGURES, Training, _predict, predicted_mfu
 from benchmarks.zoo import MODELS
 
 SETTING = Setting(2, 1000, 0.1, "small", "fp32")
@@ -141,6 +142,11 @@ def test_published_figures_have_sources_and_are_listed_once() -> None:
     assert all(figure.source and figure.value > 0 for figure in FIGURES)
     assert len({(figure.job, figure.quantity, figure.source) for figure in FIGURES}) == len(FIGURES)
     assert all(figure.value < 1 for figure in FIGURES if figure.quantity == "mfu")
+
+
+def test_a_few_layers_say_what_all_of_them_take() -> None:
+    training = Training(Shape(64, 10, 4, 128), "h100", 4, 32, 1, recomputed=True)
+    assert predicted_mfu(training) == pytest.approx(_predict(training, 10).mfu, rel=0.02)
 
 
 def test_the_program_that_delays_packets_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
