@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from megatron.fsdp.tools.fit import with_overhead
 from tests.doctor_cases import Result
 from tests.doctor_cases import run as run_doctor
 from tests.launch import ROOT, printed, python, start
@@ -64,12 +65,12 @@ def test_bytes_of_quantized_weights() -> None:
 def test_a_step_of_a_command_line() -> None:
     """Layers beyond the first few are extrapolated: the same as when all of them run."""
     words = [*WORDS, "--num-layers", "10", "--tensor-model-parallel-size", "2", "--bf16"]
-    predicted = doctor("--step", "h100", *words)
+    predicted = doctor("--gpu", "h100", *words)
     every = (
         "from megatron.fsdp.tools import doctor, script; script.prepare_megatron(); "
         "from megatron.fsdp.tools.predict import command; command.KEPT = 99; doctor.main()"
     )
-    ended = python("-c", every, "--json", "--world-size", 8, "--step", "h100", *words)
+    ended = python("-c", every, "--json", "--world-size", 8, "--gpu", "h100", *words)
     full = json.loads(printed(ended))["step"]
     found, moved = predicted["step"], {name: size for name, size in full["peak"].items() if size > 1000}
     assert found["seconds"] == pytest.approx(full["seconds"], rel=0.01)
@@ -78,7 +79,7 @@ def test_a_step_of_a_command_line() -> None:
     # What stays between steps is what the report counts from shapes.
     assert found["peak"]["shards"] + found["peak"]["optimizer"] == pytest.approx(predicted["resting"], rel=0.02)
     recomputed = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
-    less = doctor("--step", "h100", *words, *recomputed)["step"]
+    less = doctor("--gpu", "h100", *words, *recomputed)["step"]
     assert less["peak"]["activations"] < found["peak"]["activations"] / 2 and less["seconds"] > found["seconds"]
 
 
@@ -87,7 +88,7 @@ def test_a_step_with_experts(dispatcher: str) -> None:
     """Each expert has as many tokens as every other one, and work grows with the experts of a token."""
     experts = f"--num-experts 8 --expert-model-parallel-size 4 --moe-token-dispatcher-type {dispatcher}".split()
     few, many = (
-        doctor("--step", "h100", *WORDS, "--bf16", *experts, "--disable-bias-linear", "--moe-router-topk", chosen)[
+        doctor("--gpu", "h100", *WORDS, "--bf16", *experts, "--disable-bias-linear", "--moe-router-topk", chosen)[
             "step"
         ]
         for chosen in "24"
@@ -232,23 +233,23 @@ def test_the_fullest_stage_is_compared_with_the_device(results: dict[str, Result
     assert results["fits"].code == 0
     found = json.loads(results["fits"].out)
     # The last stage has the output layer, and the logits of it.
-    assert found["stage"] == 1 and len(found["stages"]) == 2 and found["stages"][1] > found["stages"][0]
+    assert found["stage"] == 1 and len(found["stages"]) == 2
     fit = found["fit"]
     assert fit["fits"] and fit["missing"] == 0 and fit["capacity"] == 81559 << 20
-    assert fit["memory"]["total"] == found["stages"][1] == sum(v for k, v in fit["memory"].items() if k != "total")
-    without = sum(fit["memory"][name] for name in ("weights", "gradients", "optimizer", "buffers"))
-    assert without == found["peak_without_activations"]
-    assert fit["memory"]["activations"] > 6 * 60_000 * 32 and fit["fewest_ranks"] == 2
+    assert fit["total"] == with_overhead(sum(found["step"]["peak"].values())) and fit["predicted"]
+    assert found["step"]["peak"]["logits"] > 4 * 60_000 * 32 and fit["fewest_ranks"] == 2
+    assert found["step"]["seconds"] > 0 and found["step"]["timed"]
 
 
 @pytest.mark.parametrize("name", ["as on a gpu", "needs transformer engine", "megatron's layers"])
 def test_what_starts_on_a_gpu_is_accepted(results: dict[str, Result], name: str) -> None:
-    assert results[name].code == 0 and "does it fit?           fits" in results[name].out, results[name]
+    assert results[name].code == 0, results[name]
+    assert re.search(r"does it fit\? +(without activations, )?fits", results[name].out), results[name]
 
 
 def test_what_does_not_fit_has_its_own_exit_code(results: dict[str, Result]) -> None:
     found = results["does not fit"]
-    assert found.code == 3 and "does not fit by 0.8 GiB: 1.8 of 0.9 GiB" in found.out
+    assert found.code == 3 and re.search("does not fit by 0.8. GiB, 1.7. GiB at the peak", found.out)
 
 
 def words_of(script: Path, **variables: str) -> list[str]:

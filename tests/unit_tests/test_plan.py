@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import dataclasses
+import itertools
 import json
 import re
 import shlex
@@ -16,7 +17,18 @@ from torch import nn
 
 from megatron.fsdp.tools.devices import GIB
 from megatron.fsdp.tools.predict import Topology, search
-from megatron.fsdp.tools.predict.plan import Choice, Cluster, audit, candidates, cluster_of, main, ordered, plan, table
+from megatron.fsdp.tools.predict.plan import (
+    Choice,
+    Cluster,
+    audit,
+    candidates,
+    cluster_of,
+    main,
+    ordered,
+    per_unit,
+    plan,
+    table,
+)
 from megatron.fsdp.tools.script import CommandStep
 from megatron.fsdp.tools.trace.timeline import Timeline
 from tests.models import Block, TinyModel
@@ -46,6 +58,14 @@ def test_choices_their_order_and_an_audit(tmp_path: Path) -> None:
     assert len(seen) == 6 and [c.name for c in seen][-2:] == ["HSDP 2 x 2", "hybrid FSDP 2 x 2"]
     assert [c.prediction.step_seconds for c in found] == sorted(c.prediction.step_seconds for c in seen)
     assert all(name in table(found) for name in ("optim_grads_params", "HSDP 2 x 2", "free"))
+    predicted = found[0].prediction
+    assert predicted.tokens == 2 * 8 and predicted.mfu == pytest.approx(
+        predicted.flops / predicted.step_seconds / H100.device.flops["float32"], rel=0.01
+    )
+    rows = [line.split() for line in per_unit(found[0]).splitlines()[1:]]
+    computed = sum(float(row[1]) for row in rows)
+    assert [row[0] for row in rows] == ["<root>", "blocks.0", "blocks.1"] and {row[-1] for row in rows} == {"compute"}
+    assert 0.1 * predicted.step_seconds < computed < predicted.step_seconds  # the optimizer takes most
     small = ordered([dataclasses.replace(c, capacity=1) for c in seen])
     assert [c.memory for c in small] == sorted(c.memory for c in seen) and "does not fit by" in small[0].verdict
     Timeline([found[0].prediction.trace]).save(tmp_path / "trace.json")
@@ -70,6 +90,26 @@ def test_an_unknown_gpu_lists_the_known(
     with pytest.raises(SystemExit):
         main()
     assert "h100, h100-nvl" in capsys.readouterr().err
+
+
+def test_a_network_and_hosts_of_ones_own(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    seen: list[Cluster] = []
+
+    def evaluated(script: Path, world_size: int, cluster: Cluster, each: search.Candidate) -> search.Candidate:
+        seen.append(cluster)
+        return dataclasses.replace(each, refusal="no")
+
+    _use_threads(monkeypatch, evaluated)
+    own = f"--gpu h100 --network 25GB --per-host 4 --device-memory 64GiB {__file__} --micro-batch-size 1"
+    monkeypatch.setattr(sys, "argv", ["plan", *own.split()])
+    assert main() == 1
+    assert (seen[0].between, seen[0].per_host, seen[0].device.memory) == (25e9, 4, 64 * GIB)
+    monkeypatch.setattr(
+        sys, "argv", ["plan", "--machine", "m.json", "--network", "1GB", "--model", f"{__name__}:_model"]
+    )
+    with pytest.raises(SystemExit):
+        main()
+    assert "a --machine has its own" in capsys.readouterr().err
 
 
 OWN = "--num-layers 2 --micro-batch-size=1 --tensor-model-parallel-size 2 --sequence-parallel --recompute-modules a b"
@@ -124,8 +164,29 @@ def test_a_search_finds_settings_that_help_only_together(monkeypatch: pytest.Mon
     assert len({each.arguments for each in found.found}) == len(found.found)
     assert "compute 1.000 -> 0.250" in search.explained(found.found[0], best)
     assert _search(monkeypatch, "--micro-batch-size 1 --fit 9", "memory").ordered()[0].memory == 1
+    assert search.explained(dataclasses.replace(best, capacity=0), best).startswith("Your command line does not fit by")
     closest = _search(monkeypatch, "--micro-batch-size 1 --fit 0").ordered()[0]
-    assert not closest.fits and closest.memory == 1 and "too much" in search.table([closest])
+    assert not closest.fits and closest.memory == 1 and "too much" in search.table([closest], 4)
+
+
+def test_what_needs_more_than_a_line_that_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = "--num-layers 2 --micro-batch-size 4 --data-parallel-sharding-strategy optim_grads".split()
+    assert search.memory_order(words) == (("--num-layers 2",), [2, 0, -1])
+    sizes = ["--tensor-model-parallel-size 2 --num-layers 4", "--tensor-model-parallel-size 4 --num-layers 2"]
+    assert len({search.memory_order(each.split())[0] for each in sizes}) == 2
+    monkeypatch.setattr(search, "PROCESSES", 1)
+    found = _search(monkeypatch, "--micro-batch-size 1 --fit 9").found
+    too_large = [search.memory_order(each.arguments) for each in found if not each.refusal and not each.fits]
+    for (rest, places), (of_later, later) in itertools.combinations(too_large, 2):
+        assert rest != of_later or any(b < a for a, b in zip(places, later, strict=True))
+    assert len(too_large) > 1
+
+
+def test_a_row_of_the_table_has_speed_per_gpu_and_memory_by_category() -> None:
+    peak = {"shards": GIB, "unsharded units": GIB, "activations": GIB, "logits": 2 * GIB, "temporary": GIB // 2}
+    step = CommandStep(2.0, 0.5, 800.0, 0.5, {"unshard": 1.0}, peak, "decoder")
+    row = search.table([search.Candidate((), {}, step, 6 * GIB, 8 * GIB)], 4).splitlines()[1]
+    assert row.split()[:11] == "2.000 800 200 50.0% 6.0 2.0 0.0 0.0 3.0 0.5 unshard".split()
 
 
 def test_a_search_counts_tokens_per_second_and_not_per_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,12 +1,12 @@
 """Checks a training command without GPUs: reports how it would be sharded, or why it cannot run with our FSDP.
 
-    megatron-fsdp-doctor [--world-size N] [--gpu NAME] [--rank R] [--json] [-m] SCRIPT ARGS...
+    megatron-fsdp-doctor [--world-size N] [--gpu NAME | --device-memory SIZE] [--rank R] [--json] [-m] SCRIPT ARGS...
     megatron-fsdp-doctor --script run.sbatch [--step-seconds S] [--save-seconds S]
 
 One process is enough for any number of ranks, and no memory is allocated for weights. The report lists the mesh, units,
 dtypes, collectives and bytes per rank, or every unsupported setting with a remedy. With --gpu or --device-memory, it
 judges the arguments as on a GPU, says whether the command fits into the device's memory, and which changes would make
-it fit. With --step, one training step runs on tensors without memory, and its time on such GPUs is simulated. Progress
+it fit: a training step runs on tensors without memory, and if the GPU's speed is known, its time is simulated. Progress
 is shown on stderr. With --script, it says whether a launch script for Slurm saves in time and is
 queued again; the scripts in examples/megatron_fsdp print their command with DRY_RUN=1, for the first form.
 
@@ -23,8 +23,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatron.fsdp.tools import job, script
-from megatron.fsdp.tools.devices import add_device, reported
-from megatron.fsdp.tools.predict.machine import cluster_of
+from megatron.fsdp.tools.devices import add_device
+from megatron.fsdp.tools.predict.machine import SPEEDS, cluster_of
 from megatron.fsdp.tools.progress import Progress
 
 
@@ -34,7 +34,6 @@ def main() -> int:
     parser.add_argument("--world-size", type=int, default=int(os.environ.get("WORLD_SIZE", "8")), help="ranks (or 8)")
     parser.add_argument("--rank", type=int, help="the rank to examine (or one of the fullest pipeline stage)")
     add_device(parser)
-    parser.add_argument("--step", type=reported(cluster_of), metavar="GPU", help="predict a step on GPUs, as in h100")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument("--verbose", action="store_true", help="show the output of the script")
     parser.add_argument("--script", dest="job", type=Path, metavar="FILE", help="a launch script for Slurm")
@@ -48,18 +47,18 @@ def main() -> int:
     script.prepare_megatron()
     with os.fdopen(os.dup(2), "w") as errors, _silent(not options.verbose):
         progress = Progress(errors)
-        from megatron.fsdp.tools.examine import described, examine
-        from megatron.fsdp.tools.predict.command import predict_command
+        from megatron.fsdp.tools.examine import examine
+        from megatron.fsdp.tools.predict.command import judge
 
         report = examine(
             options.script, options.arguments, options.world_size, options.rank, options.device_memory, progress
         )
-        if options.step is not None and report.accepted:
+        if options.device_memory is not None and report.accepted and report.config is not None:
             progress.start("running a step on tensors without memory")
-            try:
-                report.step = predict_command(options.script, options.arguments, report, options.step)
-            except Exception as error:  # noqa: BLE001 - the rest of the report stands
-                report.step = described(error, options.script)
+            known = getattr(options.device_memory, "gpu", "") in SPEEDS
+            cluster = cluster_of(options.device_memory.gpu if known else "h100")  # bytes depend on no speed
+            report = judge(options.script, options.arguments, report, cluster, options.device_memory)
+            report.timed = known and not report.config.offload_optimizer
             progress.end()
     print(report.as_json() if options.json else report.as_text())
     return report.exit_code

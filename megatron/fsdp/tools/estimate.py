@@ -142,23 +142,19 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on a rank at the peak of a step.
+    """Bytes on a rank at the peak of a step, without activations.
 
     Attributes:
         weights: Compute and main weights.
         gradients: Gradients that are kept until the optimizer's step.
         optimizer: Moments of the optimizer.
         buffers: Unsharded units and gradients in flight.
-        activations: Activations; 0 if they are unknown.
-        overhead: CUDA context, NCCL and fragmentation: an assumption.
     """
 
     weights: int
     gradients: int
     optimizer: int
     buffers: int
-    activations: int = 0
-    overhead: int = 0
 
     @property
     def total(self) -> int:

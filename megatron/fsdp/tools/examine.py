@@ -12,7 +12,7 @@ import re
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,10 +31,9 @@ from megatron.fsdp.mcore.cpu import arguments as cpu_arguments
 from megatron.fsdp.mcore.limits import MUON, Settings, broken
 from megatron.fsdp.mcore.patches import install, uninstall
 from megatron.fsdp.quantized.transformer_engine import MXFP8, NVFP4, Blockwise, Float8, TransformerEngineStorage
-from megatron.fsdp.tools.activations import workload
 from megatron.fsdp.tools.devices import Capacity
-from megatron.fsdp.tools.estimate import AxisSizes, Outline, estimate_outline, outline
-from megatron.fsdp.tools.fit import Situation, verdict
+from megatron.fsdp.tools.estimate import AxisSizes, estimate_outline, outline
+from megatron.fsdp.tools.fit import Situation
 from megatron.fsdp.tools.progress import Progress
 from megatron.fsdp.tools.recipes import plan_model, recipe_of
 from megatron.fsdp.tools.report import Report
@@ -56,19 +55,11 @@ class _Examination:
         report: What was found.
         capacity: Bytes of the device's memory; None if it was not given.
         progress: Where phases are shown.
-        args: Megatron's arguments, once they are valid.
-        fused: Whether attention is fused.
-        modules: Model chunks of this rank.
-        outlines: Their units.
     """
 
     report: Report
     capacity: int | None
     progress: Progress
-    args: Any = None
-    fused: bool = True
-    modules: list[nn.Module] = field(default_factory=list)
-    outlines: list[Outline] = field(default_factory=list)
 
 
 def examine(
@@ -78,6 +69,7 @@ def examine(
     rank: int | None = None,
     capacity: int | None = None,
     progress: Progress | None = None,
+    ends: bool = False,
 ) -> Report:
     """Examine a training command.
 
@@ -88,6 +80,7 @@ def examine(
         rank: The rank to examine. None: a rank of every pipeline stage, of which the fullest is reported.
         capacity: Bytes of the device's memory, if it shall be compared.
         progress: Where phases are shown.
+        ends: Of the pipeline's stages, examine only the first and the last one.
     """
     progress = progress or Progress()
     found = _Examination(Report(world_size), capacity, progress)
@@ -95,11 +88,13 @@ def examine(
     _examine_rank(found, script, arguments, rank or 0)
     reports = [found.report]
     count = found.report.sizes.get("pipeline", 1)
-    while rank is None and reports[-1].accepted and len(reports) < count:
-        progress.start(f"examining pipeline stage {len(reports)} of {count}")
-        found = _Examination(Report(world_size, stage=len(reports)), capacity, Progress())
+    for stage in range(max(count - 1, 1) if ends else 1, count if rank is None else 0):
+        if not reports[-1].accepted:
+            break
+        progress.start(f"examining pipeline stage {stage} of {count}")
+        found = _Examination(Report(world_size, stage=stage), capacity, Progress())
         # Megatron numbers ranks stage by stage.
-        _examine_rank(found, script, arguments, len(reports) * (world_size // count))
+        _examine_rank(found, script, arguments, stage * (world_size // count))
         reports.append(found.report)
     progress.end()
     last = reports[-1]
@@ -107,9 +102,8 @@ def examine(
         if last.stage and last.refusal:
             last.refusal = f"pipeline stage {last.stage}: {last.refusal}"
         return last
-    best = max(reports, key=lambda report: report.memory.total if report.memory else 0)
-    if len(reports) > 1:
-        best.stages = [report.memory.total for report in reports if report.memory]
+    best = max(reports, key=lambda report: report.peak)
+    best.stages = reports
     return best
 
 
@@ -233,7 +227,6 @@ def _validate(
         raise _Examined
     report.recipe = recipe_of(args)  # before it is switched off, since the model is built without a GPU
     report.muon = args.optimizer in MUON
-    examination.fused = has_fused_attention(args)
     keep_to_itself(args)
     if isinstance(examination.capacity, Capacity):
         _require_formats(args, examination.capacity)
@@ -243,7 +236,7 @@ def _validate(
     result = validate_args(args, *rest, **kwargs)
     args.init_model_with_meta_device = True
     args.perform_initialization = False  # only shapes are read
-    examination.args = args
+    report.args = args
     examination.progress.start("reading the tokenizer, creating process groups")
     return result
 
@@ -357,27 +350,15 @@ def _look_at(
         "expert data": experts,
         "outer data": outer,
     }
+    classes = resolve_unit_classes(module, units)
+    report.as_run.append(outline(module, classes, report.config))
     if report.recipe is not None:
         plan_model(module, report.recipe, config)
-    classes = resolve_unit_classes(module, units)
     of_experts = getattr(ddp_config, EXPERT_INSTANCES, None) or outer
     axes = AxisSizes(dense // outer, outer), AxisSizes(max(experts // of_experts, 1), of_experts)
-    examination.modules.append(module)
-    examination.outlines.append(outline(module, classes, report.config))
-    report.chunks.append(estimate_outline(examination.outlines[-1], report.config, *axes, report.muon))
+    report.outlines.append(outline(module, classes, report.config))
+    report.chunks.append(estimate_outline(report.outlines[-1], report.config, *axes, report.muon))
     if len(report.chunks) == (config.virtual_pipeline_model_parallel_size or 1):
         report.stage = groups.get_pipeline_model_parallel_rank()
-        _compare(examination, config, *axes)
+        report.situation = Situation(report.outlines, report.config, *axes, report.muon)
         raise _Examined
-
-
-def _compare(examination: _Examination, config: Any, dense: AxisSizes, experts: AxisSizes) -> None:
-    """Add the memory of the stage and its comparison with the device to the report."""
-    report, modules = examination.report, examination.modules
-    assert report.config is not None, "a chunk was examined"
-    work = workload(modules, config, examination.args, examination.fused, report.stage)
-    situation = Situation(examination.outlines, report.config, dense, experts, report.muon, work)
-    report.memory = situation.memory()
-    if examination.capacity is not None:
-        examination.progress.start("comparing with the device")
-        report.verdict = verdict(situation, examination.capacity, report.world_size)

@@ -1,19 +1,20 @@
-"""Answers whether a model fits into a device's memory and, if it does not, which changes would make it fit."""
+"""Answers whether a model fits into a device's memory and, if it does not, which changes would make it fit.
 
-import dataclasses
+Layouts say what weights, gradients, the optimizer and buffers take. A predicted step says what the rest takes.
+"""
+
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.sharding.strategy import INNER
-from megatron.fsdp.tools.activations import Workload, activation_bytes
 from megatron.fsdp.tools.devices import GIB
 from megatron.fsdp.tools.estimate import AxisSizes, Memory, Outline, estimate_outline, usage
 
-# What the estimate cannot see is assumed: the CUDA context with the kernels of libraries, NCCL's channels, and the
-# fraction of buffers and activations that the allocator cannot use.
+# What no tensor shows is assumed: the CUDA context with the kernels of libraries, NCCL's channels, and the fraction of
+# memory that the allocator cannot use.
 CONTEXT, NCCL, FRAGMENTATION = GIB * 3 // 4, GIB, 0.05
 MOST_RANKS = 1 << 16
 
@@ -21,6 +22,14 @@ MOST_RANKS = 1 << 16
 def with_overhead(tensors: int) -> int:
     """Bytes of a device that so many bytes of tensors take, with the assumed overhead."""
     return int(tensors * (1 + FRAGMENTATION)) + CONTEXT + NCCL
+
+
+def comparison(total: int, capacity: int) -> str:
+    """Whether so many bytes fit into a device, and how many are left or missing."""
+    left = capacity - total
+    if left < 0:
+        return f"does not fit by {-left / GIB:.2f} GiB"
+    return f"fits{', with less than 10 % left' if left < 0.1 * capacity else ''}: {left / GIB:.2f} GiB free"
 
 
 @dataclass(frozen=True)
@@ -33,7 +42,8 @@ class Situation:
         dense: Axes of dense parameters.
         experts: Axes of experts.
         muon: Whether the optimizer is Megatron's Muon.
-        workload: What activations depend on; None if they cannot be estimated.
+        rest: Bytes at the peak of a predicted step in addition to those of layouts: activations, logits and temporary
+            tensors. None: no step was predicted.
     """
 
     outlines: Sequence[Outline]
@@ -41,14 +51,18 @@ class Situation:
     dense: AxisSizes
     experts: AxisSizes
     muon: bool = False
-    workload: Workload | None = None
+    rest: int | None = None
 
-    def memory(self) -> Memory:
-        """Bytes at the peak of a step, with activations and assumed overhead."""
+    @property
+    def of_layouts(self) -> Memory:
+        """Bytes at the peak of a step by the layouts, without activations."""
         chunks = [estimate_outline(chunk, self.config, self.dense, self.experts, self.muon) for chunk in self.outlines]
-        found, activations = usage(chunks, self.config), activation_bytes(self.workload) if self.workload else 0
-        overhead = CONTEXT + NCCL + int(FRAGMENTATION * (found.buffers + activations))
-        return replace(found, activations=activations, overhead=overhead)
+        return usage(chunks, self.config)
+
+    @property
+    def total(self) -> int:
+        """Bytes of the device at the peak of a step, with assumed overhead."""
+        return with_overhead(self.of_layouts.total + (self.rest or 0))
 
     def on(self, factor: float) -> "Situation | None":
         """The same on ``factor`` times as many data-parallel ranks; None if they cannot be divided so."""
@@ -79,85 +93,102 @@ class Verdict:
     """Whether a stage fits.
 
     Attributes:
-        memory: Its memory.
+        total: Its bytes at the peak of a step, with assumed overhead.
         capacity: Bytes of the device.
         suggestions: Changes after which it fits, if it does not.
         fewest_ranks: The smallest number of ranks on which it fits, out of powers of two times or parts of the
             present one; None if there is none.
+        predicted: Whether activations count.
     """
 
-    memory: Memory
+    total: int
     capacity: int
     suggestions: tuple[Suggestion, ...]
     fewest_ranks: int | None
+    predicted: bool
 
     @property
     def fits(self) -> bool:
-        """Whether the estimate is at most the device's memory."""
-        return self.memory.total <= self.capacity
+        """Whether the bytes are at most the device's memory."""
+        return self.total <= self.capacity
 
     @property
     def text(self) -> str:
         """One line."""
-        total, capacity = self.memory.total / GIB, self.capacity / GIB
-        if self.fits:
-            return f"fits: {total:.1f} of {capacity:.1f} GiB at the peak ({capacity - total:.1f} GiB free)"
-        return f"does not fit by {total - capacity:.1f} GiB: {total:.1f} of {capacity:.1f} GiB at the peak"
+        label = "" if self.predicted else "without activations, "
+        return f"{label}{comparison(self.total, self.capacity)}, {self.total / GIB:.2f} GiB at the peak"
 
     def as_dict(self) -> dict[str, Any]:
         """The verdict for programs."""
-        found = dataclasses.asdict(self)
-        found["memory"]["total"] = self.memory.total
-        return {"fits": self.fits, "missing": max(self.memory.total - self.capacity, 0), **found}
+        return {"fits": self.fits, "missing": max(self.total - self.capacity, 0), **asdict(self)}
 
 
-def verdict(situation: Situation, capacity: int, world_size: int) -> Verdict:
-    """Compare a stage with a device, and look for changes if it does not fit."""
-    found = situation.memory()
-    suggestions = () if found.total <= capacity else tuple(_suggestions(situation, capacity, world_size))
-    return Verdict(found, capacity, suggestions, _fewest_ranks(situation, capacity, world_size))
+# Flags, and bytes as ``Situation.rest`` with them.
+Predicted = Iterator[tuple[str, int]]
+
+
+def verdict(
+    situation: Situation, capacity: int, world_size: int, predicted: Callable[[], Predicted] | None = None
+) -> Verdict:
+    """Compare a stage with a device, and look for changes if it does not fit.
+
+    Args:
+        situation: The stage.
+        capacity: Bytes of the device.
+        world_size: Number of ranks.
+        predicted: Predicts steps with changes that need fewer activations, the last one with all of them.
+    """
+    suggestions: tuple[Suggestion, ...] = ()
+    if situation.total > capacity:
+        fewer = [(flags, replace(situation, rest=rest)) for flags, rest in predicted()] if predicted else []
+        suggestions = tuple(_suggestions(situation, fewer, capacity, world_size))
+    fewest = _fewest_ranks(situation, capacity, world_size)
+    return Verdict(situation.total, capacity, suggestions, fewest, situation.rest is not None)
 
 
 def _fewest_ranks(situation: Situation, capacity: int, world_size: int) -> int | None:
     exponents = range(-world_size.bit_length(), MOST_RANKS.bit_length())
     for factor in (2.0**exponent for exponent in exponents):
         other = situation.on(factor)
-        if other is not None and world_size * factor <= MOST_RANKS and other.memory().total <= capacity:
+        if other is not None and world_size * factor <= MOST_RANKS and other.total <= capacity:
             return int(world_size * factor)
     return None
 
 
-def _suggestions(situation: Situation, capacity: int, world_size: int) -> Iterator[Suggestion]:
+def _suggestions(
+    situation: Situation, fewer: list[tuple[str, Situation]], capacity: int, world_size: int
+) -> Iterator[Suggestion]:
     """Single changes that suffice; if there is none, the first few changes that suffice together."""
-    single = list(_changes(situation, world_size))
-    enough = [Suggestion(text, total) for text, other in single if (total := other.memory().total) <= capacity]
+
+    def fewer_activations(now: Situation) -> Changes:
+        return ((flags, replace(now, rest=other.rest)) for flags, other in fewer)
+
+    # In the order of what they cost.
+    steps = (_stronger_strategies, _outer_strategy, fewer_activations, _offloading)
+    single: list[tuple[str, Situation]] = [change for step in steps for change in step(situation)]
+    single += _more_ranks(situation, world_size)
+    enough = [Suggestion(text, other.total) for text, other in single if other.total <= capacity]
     if enough:
         yield from enough
         return
     applied: list[str] = []
     current = situation
-    for step in _STEPS:
-        best = min(step(current), key=lambda change: change[1].memory().total, default=None)
-        if best is None or best[1].memory().total >= current.memory().total:
+    for step in steps:
+        best = min(step(current), key=lambda change: change[1].total, default=None)
+        if best is None or best[1].total >= current.total:
             continue
         applied.append(best[0])
         current = best[1]
-        if (total := current.memory().total) <= capacity:
-            yield Suggestion(" ".join(applied), total)
+        if current.total <= capacity:
+            yield Suggestion(" ".join(applied), current.total)
             return
     for ranks, other in _more_ranks(current, world_size):
-        if (total := other.memory().total) <= capacity:
-            yield Suggestion(" ".join([*applied, f"on {ranks}"]), total)
+        if other.total <= capacity:
+            yield Suggestion(" ".join([*applied, f"on {ranks}"]), other.total)
             return
 
 
 Changes = Iterator[tuple[str, Situation]]
-
-
-def _changes(situation: Situation, world_size: int) -> Changes:
-    for step in _STEPS:
-        yield from step(situation)
-    yield from _more_ranks(situation, world_size)
 
 
 def _more_ranks(situation: Situation, world_size: int) -> Changes:
@@ -187,49 +218,7 @@ def _outer_strategy(situation: Situation) -> Changes:
         )
 
 
-def _smaller_micro_batches(situation: Situation) -> Changes:
-    w = situation.workload
-    size = w.micro_batch if w else 1
-    while w is not None and size > 1:
-        size //= 2
-        more = w.micro_batches * w.micro_batch // size
-        yield (
-            f"--micro-batch-size {size}",
-            replace(situation, workload=replace(w, micro_batch=size, micro_batches=more)),
-        )
-
-
-def _sequence_parallel(situation: Situation) -> Changes:
-    w = situation.workload
-    if w is not None and w.config.tensor_model_parallel_size > 1 and not w.sequence_parallel:
-        yield "--sequence-parallel", replace(situation, workload=replace(w, sequence_parallel=True))
-
-
-def _recomputation(situation: Situation) -> Changes:
-    w = situation.workload
-    if w is None or w.recompute == "full":
-        return
-    if w.scores and "core_attn" not in (w.modules if w.recompute else ()):
-        selective = replace(w, recompute="selective", modules=w.modules | {"core_attn"})
-        yield "--recompute-granularity selective --recompute-modules core_attn", replace(situation, workload=selective)
-    yield (
-        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-        replace(situation, workload=replace(w, recompute="full")),
-    )
-
-
 def _offloading(situation: Situation) -> Changes:
     if not situation.config.offload_optimizer and not situation.muon:
         flags = "--optimizer-cpu-offload --use-precision-aware-optimizer"
         yield flags, replace(situation, config=replace(situation.config, offload_optimizer=True))
-
-
-# In the order of what they cost.
-_STEPS: tuple[Callable[[Situation], Changes], ...] = (
-    _stronger_strategies,
-    _outer_strategy,
-    _sequence_parallel,
-    _smaller_micro_batches,
-    _recomputation,
-    _offloading,
-)

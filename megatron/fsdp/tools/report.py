@@ -1,5 +1,6 @@
 """The doctor's report, for people and for programs."""
 
+import itertools
 import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -8,8 +9,8 @@ from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.helpers.import_name import conflict
 from megatron.fsdp.mcore.limits import Limit
 from megatron.fsdp.tools.devices import GIB
-from megatron.fsdp.tools.estimate import Estimate, Memory, usage
-from megatron.fsdp.tools.fit import CONTEXT, FRAGMENTATION, NCCL, Verdict
+from megatron.fsdp.tools.estimate import Estimate, Outline, usage
+from megatron.fsdp.tools.fit import CONTEXT, FRAGMENTATION, NCCL, Situation, Verdict
 from megatron.fsdp.tools.recipes import Recipe
 from megatron.fsdp.tools.script import CommandStep
 
@@ -31,10 +32,14 @@ class Report:
         recipe: How weights are quantized; None if they are not.
         muon: Whether the optimizer of matrices is Muon.
         stage: Number of the pipeline stage.
-        stages: Bytes of every pipeline stage at its peak, if all were examined. This stage has the most.
-        memory: Bytes of this stage at its peak.
+        args: Megatron's arguments, once they are valid.
+        outlines: The units of the chunks.
+        as_run: The same as a prediction runs them: not quantized.
+        situation: What the memory of the stage depends on.
+        stages: The reports of all pipeline stages that were examined, this one included.
         verdict: Whether it fits, if a device was given.
-        step: The prediction of a step, if it was asked for, or why there is none.
+        step: The prediction of a step, if a device was given, or why there is none.
+        timed: Whether the speed of the device is known, and the prediction has all that takes time.
     """
 
     world_size: int
@@ -47,10 +52,14 @@ class Report:
     recipe: Recipe | None = None
     muon: bool = False
     stage: int = 0
-    stages: list[int] = field(default_factory=list)
-    memory: Memory | None = None
+    args: Any = None
+    outlines: list[Outline] = field(default_factory=list)
+    as_run: list[Outline] = field(default_factory=list)
+    situation: Situation | None = None
+    stages: "list[Report]" = field(default_factory=list)
     verdict: Verdict | None = None
     step: CommandStep | str | None = None
+    timed: bool = False
 
     @property
     def accepted(self) -> bool:
@@ -86,11 +95,11 @@ class Report:
             found["bytes"] = [asdict(chunk.total) for chunk in self.chunks]
             found["resting"] = sum(chunk.total.resting for chunk in self.chunks)
             found["peak_without_activations"] = self.peak
-            found["stage"], found["stages"] = self.stage, self.stages
+            found["stage"], found["stages"] = self.stage, [stage.peak for stage in self.stages]
         if self.verdict is not None:
             found["fit"] = self.verdict.as_dict()
         if self.step is not None:
-            found["step"] = self.step if isinstance(self.step, str) else asdict(self.step)
+            found["step"] = self.step if isinstance(self.step, str) else {**asdict(self.step), "timed": self.timed}
         return json.dumps(found, indent=2)
 
     def as_text(self) -> str:
@@ -105,7 +114,7 @@ class Report:
         if self.refusal:
             lines.append("ERROR  " + self.refusal.replace("\n", "\n       "))
         if self.accepted and self.config is not None:
-            rows = [*self._plan(self.config), *self._bytes(), *self._fit(), *self._step()]
+            rows = [*self._plan(self.config), *self._bytes(), *self._step(), *self._fit()]
             width = max(len(name) for name, _ in rows)
             lines += [f"{name:<{width}}  {text}".rstrip() for name, text in rows]
         return "\n".join(lines)
@@ -114,9 +123,9 @@ class Report:
         rows = [("parallelism", ", ".join(f"{name} {size}" for name, size in self.sizes.items()))]
         outer = f", outer axis: {config.outer_dp_sharding_strategy}" if self.sizes.get("outer data", 1) > 1 else ""
         rows.append(("strategy", f"{config.zero_dp_strategy}{outer}"))
-        if self.stages:
-            sizes = ", ".join(f"{size / GIB:.1f}" for size in self.stages)
-            rows.append(("pipeline stages", f"{sizes} GiB at the peak; below is stage {self.stage}, the fullest"))
+        if len(self.stages) > 1:
+            sizes = ", ".join(f"{stage.peak / GIB:.1f}" for stage in self.stages)
+            rows.append(("pipeline stages", f"{sizes} GiB without activations; below is stage {self.stage}"))
         for number, chunk in enumerate(self.chunks):
             kinds = ", ".join(f"{count} x {kind}" for kind, count in chunk.kinds.items()) or "none"
             name = f"units, chunk {number}" if len(self.chunks) > 1 else "units"
@@ -154,21 +163,7 @@ class Report:
     def _fit(self) -> list[tuple[str, str]]:
         if self.verdict is None:
             return [("does it fit?", HOW_TO_ASK)]
-        found = self.verdict.memory
-        known = (
-            f"{_gib(found.activations)}, estimated" if found.activations else "unknown for these layers: not counted"
-        )
-        assumed = f"CUDA context {_gib(CONTEXT)}, NCCL {_gib(NCCL)}, {FRAGMENTATION:.0%} fragmentation"
-        rows = [
-            ("memory at the peak", ""),
-            ("  weights", _gib(found.weights)),
-            ("  gradients", _gib(found.gradients)),
-            ("  optimizer state", _gib(found.optimizer)),
-            ("  buffers in flight", _gib(found.buffers)),
-            ("  activations", known),
-            ("  overhead", f"{_gib(found.overhead)}, assumed: {assumed}"),
-            ("does it fit?", self.verdict.text),
-        ]
+        rows = [("does it fit?", self.verdict.text)]
         rows += [("  try", f"{s.change}: {s.total / GIB:.1f} GiB") for s in self.verdict.suggestions]
         if not self.verdict.fits and not self.verdict.suggestions:
             rows.append(("  try", "more tensor, pipeline or context parallelism: no other change suffices"))
@@ -180,13 +175,28 @@ class Report:
     def _step(self) -> list[tuple[str, str]]:
         if (step := self.step) is None or isinstance(step, str):
             return [("a step", f"not predicted: {step}")] if step else []
-        waits = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in step.waits.items())
+        rows = []
+        if self.timed:
+            speed = f"{step.tokens_per_second:,.0f} tokens/s"
+            waits = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in step.waits.items())
+            rows = [
+                ("a step, simulated", f"{step.seconds:.3f} s, {speed}, MFU {step.mfu:.1%}"),
+                ("  waits", f"{waits}, pipeline bubble {step.bubble:.3f} s"),
+            ]
+            for text, units in itertools.groupby(step.units, lambda unit: _parts(step.units[unit])):
+                names = list(units)
+                rows.append(("  unit", f"{' to '.join(dict.fromkeys((names[0], names[-1])))}: {text}"))
         parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in step.peak.items() if size)
-        return [
-            ("a step, simulated", f"{step.seconds:.3f} s, {step.tokens_per_second:,.0f} tokens/s, MFU {step.mfu:.1%}"),
-            ("  waits", f"{waits}, pipeline bubble {step.bubble:.3f} s"),
-            ("  tensors at the peak", f"{_gib(sum(step.peak.values()))} in {step.module}: {parts}"),
-        ]
+        assumed = f"CUDA context {_gib(CONTEXT)}, NCCL {_gib(NCCL)}, {FRAGMENTATION:.0%} fragmentation"
+        rows.append(("tensors at the peak", f"{_gib(sum(step.peak.values()))} in {step.module}: {parts}"))
+        rows.append(("  overhead", f"assumed: {assumed}"))
+        return rows
+
+
+def _parts(times: dict[str, float]) -> str:
+    """Seconds of a unit by what takes them."""
+    parts = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in times.items())
+    return f"{parts}, bound by {max(times, key=times.__getitem__)}"
 
 
 def _gib(count: int) -> str:

@@ -4,11 +4,28 @@ import argparse
 import re
 import runpy
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron.fsdp.helpers.extras import require
+from megatron.fsdp.tools.devices import GIB
+
+# Columns of memory in tables, and the categories that they sum. The last one has all others.
+MEMORY = {
+    "weights": ("shards", "unsharded units"),
+    "gradients": ("gradients",),
+    "optimizer": ("optimizer",),
+    "activations": ("activations", "logits"),
+    "other": (),
+}
+
+
+def memory_columns(peak: Mapping[str, int]) -> list[str]:
+    """GiB at the peak of a step in the columns of ``MEMORY``."""
+    sums = [sum(peak.get(name, 0) for name in names) for names in MEMORY.values()]
+    return [f"{size / GIB:.1f}" for size in (*sums[:-1], sum(peak.values()) - sum(sums))]
+
 
 # Values of flags: None leaves a flag out, and "" is one without a value.
 Change = dict[str, str | None]
@@ -26,6 +43,8 @@ class CommandStep:
         waits: Seconds that the computation waits, by what it waits for.
         peak: Bytes of tensors at the moment with the most, by category.
         module: The module that computes at that moment.
+        units: Seconds of each unit that was run: "compute", and as the computation waits for it, "unshard" and
+            "reduce". Of equal layers, the first few.
     """
 
     seconds: float
@@ -35,6 +54,7 @@ class CommandStep:
     waits: dict[str, float]
     peak: dict[str, int]
     module: str
+    units: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @property
     def parts(self) -> dict[str, float]:

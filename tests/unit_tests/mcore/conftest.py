@@ -9,7 +9,7 @@ cpu.enable()
 from tests.ranks import DEVICE  # noqa: E402
 
 # Tests that run no code of Megatron, or that say themselves where they run.
-EVERYWHERE = ("test_activations", "test_cpu", "test_estimate", "test_original_signatures", "test_uneven_dtensor")
+EVERYWHERE = ("test_cpu", "test_estimate", "test_original_signatures", "test_uneven_dtensor")
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,7 @@
 """Predicts memory and time of a training step without running it: the engine itself runs, on tensors without memory."""
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._pytree import tree_leaves
 
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.module import ShardedModel
@@ -57,6 +59,8 @@ class Prediction:
         timeline: Every change of the live bytes of tensors, in the order of time.
         peak: The moment with the most bytes.
         flops: Floating-point operations of the model in a step, on this rank, with recomputation.
+        mfu: Three times those of the forward, as a part of the device's peak.
+        tokens: Integers in the largest tensor of the batches; 0 if they have none.
     """
 
     step_seconds: float
@@ -64,6 +68,8 @@ class Prediction:
     timeline: list[Moment]
     peak: Moment
     flops: int
+    mfu: float
+    tokens: int
 
 
 def predict(  # noqa: PLR0913 - each is a part of the question
@@ -127,7 +133,9 @@ def _played(
     timeline = moments(found, begin, end)
     trace = dataclasses.replace(steps.recorder.trace(0), device=device.name)
     peak = max(timeline, key=lambda moment: moment.total)
-    return Prediction(end - begin, trace, timeline, peak, steps.flops)
+    busy = device.flops.get(steps.dtype) or max(device.flops.values())
+    mfu = 3 * steps.forward_flops / (end - begin) / busy
+    return Prediction(end - begin, trace, timeline, peak, steps.flops, mfu, steps.tokens)
 
 
 def moments(allocations: Iterable[Allocation], begin: float, end: float) -> list[Moment]:
@@ -164,6 +172,9 @@ class _Steps:
         end: Its end.
         recorder: Its spans.
         flops: Its floating-point operations.
+        forward_flops: Those of its forwards.
+        dtype: Name of the dtype in which forwards compute most.
+        tokens: See ``Prediction``.
     """
 
     def __init__(
@@ -177,7 +188,8 @@ class _Steps:
     ) -> None:
         self._recorder, self._model, self._optimizer = recorder, model, optimizer
         self._batch_fn, self._loss, self._micro_batches = batch_fn, loss, micro_batches
-        self.flops = 0
+        self.flops = self.forward_flops = self.tokens = 0
+        self.dtype = ""
         self._labels = LabelledMemory(recorder, model.module, model.engine)
 
     def run(self, record: bool) -> None:
@@ -188,9 +200,18 @@ class _Steps:
         if record:
             self.recorder = StepRecorder(self._model.engine, Clock(recorder))
             self.recorder.start()
+        by_dtype: Counter[str] = Counter()
+        self.tokens = 0
         for _ in range(self._micro_batches):
+            start = len(recorder.program)
             with labels.forward():
-                loss = self._loss(self._model, self._batch_fn())
+                batch = self._batch_fn()
+                loss = self._loss(self._model, batch)
+            for cost in (entry for entry in recorder.program[start:] if isinstance(entry, Cost)):
+                by_dtype[cost.dtype] += cost.flops
+            leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+            self.tokens += max((leaf.numel() for leaf in leaves if leaf.dtype == torch.int64), default=0)
+            del batch, leaves
             labels.begin_backward()
             loss.backward()
             del loss
@@ -202,4 +223,6 @@ class _Steps:
         self.end = recorder.mark("")
         if record:
             self.recorder.stop()
+        self.forward_flops = by_dtype.total()
+        self.dtype = max(by_dtype, key=by_dtype.__getitem__, default="")
         self.flops = sum(entry.flops for entry in recorder.program[first:] if isinstance(entry, Cost))

@@ -6,9 +6,11 @@ where the command line has them: Transformer Engine's kernels are not run. Other
 long as this one.
 """
 
+import dataclasses
 import functools
 import importlib
 import itertools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,14 +21,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.fsdp.tools.examine import become_rank, dry_run, has_fused_attention, keep_to_itself
+from megatron.fsdp.tools.examine import become_rank, described, dry_run, has_fused_attention, keep_to_itself
+from megatron.fsdp.tools.fit import Situation, verdict
 from megatron.fsdp.tools.predict import Clock, moments
 from megatron.fsdp.tools.predict.ghosts import Cost
 from megatron.fsdp.tools.predict.machine import Cluster
 from megatron.fsdp.tools.predict.play import Simulation, in_program_order
 from megatron.fsdp.tools.predict.record import LabelledMemory, Mark, Recorder
+from megatron.fsdp.tools.predict.search import recomputation
 from megatron.fsdp.tools.report import Report
-from megatron.fsdp.tools.script import CommandStep, run
+from megatron.fsdp.tools.script import Change, CommandStep, edited, run
 from megatron.fsdp.tools.trace.recorder import StepRecorder
 from megatron.fsdp.tools.trace.spans import Row, Span
 
@@ -38,6 +42,81 @@ WAITS = {"gather": "unshard", "reduction": "reduce"}
 
 class _Ended(BaseException):
     """Ends the script after the predicted steps. Not an ``Exception``, which the script might catch."""
+
+
+def judge(script: Path, arguments: Sequence[str], report: Report, cluster: Cluster, capacity: int) -> Report:
+    """Predict a step of a command line that the doctor has accepted, and say whether it fits into a device.
+
+    Args:
+        script: A training script for Megatron.
+        arguments: Its command line.
+        report: What the doctor has said of it.
+        cluster: What the ranks compute on.
+        capacity: Bytes of a device.
+
+    Returns:
+        The report of the fullest stage, with ``step`` and ``verdict``.
+    """
+    best, predicted = report, None
+    try:
+        best = predict_stages(script, arguments, report, cluster)
+        predicted = functools.partial(_with_fewer_activations, script, arguments, best, cluster)
+    except Exception as error:  # noqa: BLE001 - the rest of the report stands
+        best.step = described(error, script)
+    assert best.situation is not None, "the command line was accepted"
+    best.verdict = verdict(best.situation, capacity, best.world_size, predicted)
+    return best
+
+
+def predict_stages(script: Path, arguments: Sequence[str], report: Report, cluster: Cluster) -> Report:
+    """Predict a step of the first and the last pipeline stage: one has most micro-batches, the other has logits.
+
+    Returns:
+        The report of the one that holds more, with the time of the slower one.
+    """
+    ends = report.stages[:1] + report.stages[1:][-1:]
+    steps = [predict_command(script, arguments, each, cluster) for each in ends]
+    for each, step in zip(ends, steps, strict=True):
+        each.situation, each.step = _with_step(each, step), step
+    slowest = max(steps, key=lambda each: each.seconds)
+    best, step = max(zip(ends, steps, strict=True), key=lambda pair: sum(pair[1].peak.values()))
+    best.step = dataclasses.replace(slowest, peak=step.peak, module=step.module)
+    best.stages = report.stages
+    return best
+
+
+def _with_step(report: Report, step: CommandStep) -> Situation:
+    """The situation of a stage with the bytes that a step adds to those of layouts."""
+    assert report.situation is not None and report.config is not None, "the command line was accepted"
+    as_run = dataclasses.replace(
+        report.situation,
+        outlines=report.as_run,
+        config=dataclasses.replace(report.config, offload_optimizer=False),
+    )
+    return dataclasses.replace(report.situation, rest=sum(step.peak.values()) - as_run.of_layouts.total)
+
+
+def _with_fewer_activations(
+    script: Path, arguments: Sequence[str], report: Report, cluster: Cluster
+) -> Iterator[tuple[str, int]]:
+    """Flags that need fewer activations, in the order of what they cost, and at last all together, with their bytes."""
+    args = report.args
+    changes: list[Change] = []
+    if args.tensor_model_parallel_size > 1 and not args.sequence_parallel:
+        changes.append({"--sequence-parallel": ""})
+    if args.micro_batch_size > 1:
+        changes.append({"--micro-batch-size": "1"})
+    if args.recompute_granularity != "full":
+        changes.append(recomputation("full", method="uniform", num_layers="1"))
+    together = functools.reduce(operator.or_, changes, {})
+    for change in [*changes, together] if len(changes) > 1 else changes:
+        try:
+            step = predict_command(script, edited(arguments, change)[0], report, cluster)
+        except (Exception, SystemExit):  # noqa: BLE001 - Megatron refuses it together with other flags
+            continue
+        rest = _with_step(report, step).rest
+        assert rest is not None, "a step was predicted"
+        yield " ".join(f"{flag} {value}".strip() for flag, value in change.items() if value is not None), rest
 
 
 def predict_command(script: Path, arguments: Sequence[str], report: Report, cluster: Cluster) -> CommandStep:
@@ -72,6 +151,7 @@ def predict_command(script: Path, arguments: Sequence[str], report: Report, clus
         {name: numbers.get(f"wait {name}", 0.0) for name in (*WAITS.values(), "other communication")},
         {name.removeprefix("bytes "): round(n) for name, n in numbers.items() if name.startswith("bytes ")},
         found.module,
+        found.units,
     )
 
 
@@ -86,6 +166,7 @@ class _Run:
         counts: Layers of each kind that the stage has.
         numbers: Seconds, floating-point operations and bytes of a step.
         module: The module that computes when memory is at its peak.
+        units: See ``CommandStep``.
         tokens: Of a step, on all ranks.
         flops: Floating-point operations of the model in a step, on all ranks, as Megatron counts them.
         dtype: Name of the dtype of the computation.
@@ -100,6 +181,7 @@ class _Run:
         self.counts: dict[Any, int] = {}
         self.numbers: dict[str, float] = {}
         self.module = ""
+        self.units: dict[str, dict[str, float]] = {}
         self.tokens = 0
         self.flops = 0.0
         self.dtype = "bfloat16"
@@ -138,6 +220,9 @@ class _Run:
         args.init_model_with_meta_device = args.perform_initialization = False
         args.save = args.load = args.tensorboard_dir = args.rampup_batch_size = None
         args.exit_signal_handler = args.nccl_ub = False
+        # The memory of the state is counted by the layouts.
+        args.optimizer_cpu_offload, kept = False, args.optimizer_cpu_offload
+        args.use_precision_aware_optimizer = args.use_precision_aware_optimizer and not kept
         result = validate(args, *rest, **kwargs)
         per_micro_batch = args.micro_batch_size * args.data_parallel_size
         self._micro_batches = max((args.global_batch_size or per_micro_batch) // per_micro_batch, 1)
@@ -269,6 +354,10 @@ class _Run:
         Simulation(cluster.device, lambda message: cluster.link(message.ranks, message.step), 1).play(recorder.program)
         found = [self._measured(*marks) for marks in self._marks[2:]]
         first = found[0]
+        number = self._micro_batches / self._few
+        for unit, times in (pair for step in self._marks[2][2] for pair in step.trace(0).per_unit().items()):
+            before = self.units.get(unit, {})  # chunks of a stage have the same names
+            self.units[unit] = {name: before.get(name, 0.0) + number * time for name, time in times.parts.items()}
         each = {n: (found[-1].get(n, 0.0) - first[n]) / self._stages if len(found) > 1 else 0.0 for n in first}
         self.numbers = {name: value + (self._micro_batches - self._few) * each[name] for name, value in first.items()}
         per_micro_batch = each["seconds"] or first["seconds"] / self._few

@@ -30,9 +30,9 @@ from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
 from megatron.fsdp.sharding.strategy import INNER
 from megatron.fsdp.tools import program, script
-from megatron.fsdp.tools.devices import GIB
+from megatron.fsdp.tools.devices import GIB, parse_memory, reported
 from megatron.fsdp.tools.estimate import AxisSizes, estimate_outline, outline, usage
-from megatron.fsdp.tools.fit import with_overhead
+from megatron.fsdp.tools.fit import comparison, with_overhead
 from megatron.fsdp.tools.predict import Calibration, Link, Prediction, Topology, calibrate, predict, search
 from megatron.fsdp.tools.predict.machine import SPEEDS, Cluster, cluster_of
 from megatron.fsdp.tools.progress import Progress
@@ -70,10 +70,7 @@ class Choice:
         """Whether it fits, and the bytes that are left or missing."""
         if self.capacity is None:
             return ""
-        left = self.capacity - self.memory
-        if left < 0:
-            return f"does not fit by {-left / GIB:.2f} GiB"
-        return f"fits{', with less than 10 % left' if left < 0.1 * self.capacity else ''}: {left / GIB:.2f} GiB free"
+        return comparison(self.memory, self.capacity)
 
     @property
     def bound(self) -> str:
@@ -155,11 +152,24 @@ def ordered(choices: list[Choice]) -> list[Choice]:
 
 def table(choices: Sequence[Choice]) -> str:
     """The choices as text."""
-    rows = [("strategy", "step, ms", "GiB", "waits, ms", "bound by", "")]
+    speed = "step, ms", "tokens/s per GPU", "MFU"
+    rows: list[Sequence[str]] = [("strategy", *speed, "GiB", *script.MEMORY, "waits, ms", "bound by", "")]
     for c in choices:
+        found = c.prediction
+        tokens = f"{found.tokens / found.step_seconds:,.0f}" if found.tokens else "-"
         waits = sum(span.milliseconds for span in c.prediction.trace.spans if span.row is Row.WAITS)
-        time, memory = f"{c.prediction.step_seconds * 1e3:.2f}", f"{c.memory / GIB:.2f}"
-        rows.append((c.name, time, memory, f"{waits:.2f}", c.bound, c.verdict))
+        cells = (f"{found.step_seconds * 1e3:.2f}", tokens, f"{found.mfu:.1%}", f"{c.memory / GIB:.2f}")
+        peak = script.memory_columns(found.peak.bytes)
+        rows.append((c.name, *cells, *peak, f"{waits:.2f}", c.bound, c.verdict))
+    return search.aligned(rows)
+
+
+def per_unit(choice: Choice) -> str:
+    """Seconds of every unit by what takes them, as text."""
+    rows: list[Sequence[str]] = [("unit", "compute, s", "unshard, s", "reduce, s", "bound by")]
+    for unit, times in choice.prediction.trace.per_unit().items():
+        parts = times.parts
+        rows.append((unit, *(f"{part:.5f}" for part in parts.values()), max(parts, key=parts.__getitem__)))
     return search.aligned(rows)
 
 
@@ -198,12 +208,16 @@ def _parser() -> argparse.ArgumentParser:
     goals = ("tokens_per_second", "memory")
     parser.add_argument("--goal", choices=goals, default=goals[0], help="of a command line (or tokens_per_second)")
     parser.add_argument("--seconds", type=float, default=600, help="most time to search a command line (or 600)")
-    parser.add_argument("--explain", action="store_true", help="say where the time of your own command line goes")
+    parser.add_argument("--explain", action="store_true", help="say where the time of your command line or units goes")
     parser.add_argument("--model", help="file.py:function or module:function, or a Hugging Face config.json")
     parser.add_argument("--units", nargs="+", default=[], metavar="CLASS", help="classes of units (or the layers')")
     parser.add_argument("--ranks", type=int, nargs="+", default=[8], help="numbers of data-parallel ranks (or 8)")
     machine = parser.add_mutually_exclusive_group()
     machine.add_argument("--gpu", default="h100", help=f"one of {', '.join(SPEEDS)} (or h100)")
+    size = reported(parse_memory)
+    parser.add_argument("--device-memory", type=size, metavar="SIZE", help="instead of the GPU's, as in 64GiB")
+    parser.add_argument("--network", type=size, metavar="SIZE", help="bytes per second of a GPU's own card, as in 50GB")
+    parser.add_argument("--per-host", type=int, metavar="N", help="GPUs that NVLink connects")
     machine.add_argument("--machine", type=Path, metavar="FILE", help="a file that --calibrate has written")
     parser.add_argument("--dtype", choices=program.DTYPES, default="bf16", help="of the compute weights (or bf16)")
     parser.add_argument("--main-dtype", choices=program.DTYPES, default="fp32", help="of the main weights (or fp32)")
@@ -222,10 +236,16 @@ def _parser() -> argparse.ArgumentParser:
 
 def _cluster(options: argparse.Namespace, ranks: int) -> Cluster:
     if options.machine is None:
-        return cluster_of(options.gpu)
-    found = Calibration.load(options.machine)
-    link = found.link or Link("not measured", found.device.bandwidth / 2, 1e-5)
-    return Cluster(found.device, ranks, link.bandwidth, link.bandwidth)
+        found = cluster_of(options.gpu)
+        device = dataclasses.replace(found.device, memory=options.device_memory or found.device.memory)
+        return Cluster(
+            device, options.per_host or found.per_host, found.inside, float(options.network or found.between)
+        )
+    if options.device_memory or options.network or options.per_host:
+        raise ValueError("--device-memory, --network, --per-host: a --machine has its own.")
+    measured = Calibration.load(options.machine)
+    link = measured.link or Link("not measured", measured.device.bandwidth / 2, 1e-5)
+    return Cluster(measured.device, ranks, link.bandwidth, link.bandwidth)
 
 
 def main() -> int:
@@ -263,7 +283,7 @@ def _search_command(options: argparse.Namespace) -> int:
         speed = f"{best.step.tokens_per_second:,.0f} tokens/s" if best.step else "nothing fits yet"
         progress.start(f"{len(found.found)} command lines, the best: {speed} ({best.text})")
 
-    cluster = cluster_of(options.gpu)
+    cluster = _cluster(options, options.gpus)
     script_and_ranks = options.script, options.arguments, options.gpus
     found = search.Search(*script_and_ranks, cluster, options.goal, options.seconds, show)
     progress.start("predicting your command line")
@@ -282,7 +302,7 @@ def _search_command(options: argparse.Namespace) -> int:
         print(json.dumps([dataclasses.asdict(each) for each in shown], indent=2))
     else:
         print(f"{options.gpus} {options.gpu}: simulated, the best of {len(found.found)} command lines")
-        print(search.table(shown))
+        print(search.table(shown, options.gpus))
         if options.explain:
             print(search.explained(own, best[0]))
         print(
@@ -304,6 +324,8 @@ def _print(options: argparse.Namespace, choices: list[list[Choice]]) -> None:
     else:
         for best, *others in choices:
             print(f"{best.ranks.size} ranks\n{table([best, *others])}")
+            if options.explain:
+                print(per_unit(best))
             print(f"Simulated. The best: fully_shard(..., {best.arguments})")
 
 
@@ -385,6 +407,9 @@ def _as_dict(choice: Choice) -> dict[str, Any]:
         "ranks": choice.ranks.size,
         "axes": dataclasses.asdict(choice.ranks),
         "step_seconds": predicted.step_seconds,
+        "tokens": predicted.tokens,
+        "mfu": predicted.mfu,
+        "units": {unit: times.parts for unit, times in predicted.trace.per_unit().items()},
         "memory": choice.memory,
         "peak": predicted.peak.bytes,
         "module_of_peak": predicted.peak.module,

@@ -254,7 +254,7 @@ class LabelledMemory:
 
     def __init__(self, recorder: Recorder, module: nn.Module, engine: Engine) -> None:
         if engine.config.offload_optimizer:
-            raise NotImplementedError("offload_optimizer is not predicted. For memory, run the doctor without --step.")
+            raise NotImplementedError("offload_optimizer is not predicted.")
         self._recorder, self._ghosts, self._engine = recorder, recorder.ghosts, engine
         self._buffers = [*module.buffers()]
         self._stack: list[str] = []

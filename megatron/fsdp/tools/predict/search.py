@@ -1,8 +1,9 @@
 """Searches the settings of a Megatron command line with most tokens per second on given GPUs.
 
 A candidate is the user's own line with other values of some flags. The doctor examines each: it refuses what Megatron
-or this engine refuses, and estimates memory. A step is predicted of those that may fit. From the user's line, one
-setting after the other takes its best value, until none changes; then settings change in pairs.
+or this engine refuses, and counts the memory of layouts. A step is predicted of those that may fit. From the user's
+line, one setting after the other takes its best value, until none changes; then settings change in pairs. What needs
+more memory than a candidate that does not fit is left out.
 """
 
 import concurrent.futures
@@ -11,6 +12,7 @@ import functools
 import itertools
 import multiprocessing
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,13 +22,14 @@ from pathlib import Path
 import torch
 
 from megatron.fsdp.tools.devices import GIB
+from megatron.fsdp.tools.fit import comparison, with_overhead
 from megatron.fsdp.tools.predict.machine import Cluster
-from megatron.fsdp.tools.script import Change, CommandStep, edited, prepare_megatron
+from megatron.fsdp.tools.script import MEMORY, Change, CommandStep, edited, memory_columns, prepare_megatron
 
 RECOMPUTATION = "granularity", "method", "num-layers", "modules"
-# An estimate of memory this much above the device's size is taken as too large, without a prediction.
+# Layouts alone that are this much above the device's size are too large, without a prediction: their sum is a bound.
 MARGIN = 1.1
-MOST_PROCESSES = 8  # each takes about 2 GB
+PROCESSES = min(os.cpu_count() or 1, 8)  # each takes about 2 GB
 
 
 def _sizes(flag: str, sizes: Iterable[int], with_flag: str = "") -> list[Change]:
@@ -35,7 +38,8 @@ def _sizes(flag: str, sizes: Iterable[int], with_flag: str = "") -> list[Change]
     return [{flag: str(n) if n > 1 else None, **dict.fromkeys(more, "" if n > 1 else None)} for n in sizes]
 
 
-def _recomputation(granularity: str | None, **more: str) -> Change:
+def recomputation(granularity: str | None, **more: str) -> Change:
+    """Flags of recomputation in place of others."""
     none: Change = {f"--recompute-{name}": None for name in RECOMPUTATION}
     given = {f"--recompute-{name.replace('_', '-')}": value for name, value in more.items()}
     return {**none, "--recompute-activations": None, "--recompute-granularity": granularity, **given}
@@ -44,9 +48,9 @@ def _recomputation(granularity: str | None, **more: str) -> Change:
 # In the order in which they are tried.
 SETTINGS: dict[str, list[Change]] = {
     "recomputation": [
-        _recomputation(None),
-        _recomputation("selective", modules="core_attn"),
-        _recomputation("full", method="uniform", num_layers="1"),
+        recomputation(None),
+        recomputation("selective", modules="core_attn"),
+        recomputation("full", method="uniform", num_layers="1"),
     ],
     "micro-batch": [{"--micro-batch-size": str(n)} for n in (1, 2, 4, 8)],
     "tensor parallelism": _sizes("--tensor-model-parallel-size", (1, 2, 4, 8), "--sequence-parallel"),
@@ -61,6 +65,26 @@ SETTINGS: dict[str, list[Change]] = {
     ],
     "context parallelism": _sizes("--context-parallel-size", (1, 2, 4, 8)),
 }
+
+
+# Settings of which a later value needs more memory (1) or less (-1), if nothing else changes.
+MEMORY_GROWS = {"micro-batch": 1, "recomputation": -1, "strategy": -1}
+
+
+def memory_order(arguments: Sequence[str]) -> tuple[tuple[str, ...], list[int]]:
+    """The rest of a command line without the settings of ``MEMORY_GROWS``, and where it lies in the order of each."""
+    rest: list[str] = list(arguments)
+    places: list[int] = []
+    for name, sign in MEMORY_GROWS.items():
+        values = SETTINGS[name]
+        same = [sign * place for place, value in enumerate(values) if not with_changes(arguments, value)[1]]
+        places += same[:1] or [0]
+        if same:
+            rest, _ = edited(rest, dict.fromkeys(flag for value in values for flag in value))
+        else:  # a value that is not listed has no place, and is compared with itself only
+            rest.append(f"--own-{name}")
+    options = re.split(" (?=--?[A-Za-z])", " ".join(rest))
+    return tuple(sorted(options)), places
 
 
 @dataclass(frozen=True)
@@ -109,22 +133,24 @@ def with_changes(arguments: Sequence[str], changes: Change) -> tuple[tuple[str, 
 def evaluate(script: Path, world_size: int, cluster: Cluster, candidate: Candidate) -> Candidate:
     """Examine and predict a candidate, in a process that ran :func:`_start`."""
     from megatron.fsdp.tools.examine import described, examine
-    from megatron.fsdp.tools.fit import with_overhead
-    from megatron.fsdp.tools.predict.command import predict_command
+    from megatron.fsdp.tools.predict.command import predict_stages
 
     arguments, capacity = list(candidate.arguments), int(cluster.device.memory or 0)
     known = dataclasses.replace(candidate, capacity=capacity)
-    report = examine(script, arguments, world_size, None, cluster.device.memory)
-    if not report.accepted or report.memory is None:
+    report = examine(script, arguments, world_size, None, cluster.device.memory, ends=True)
+    if not report.accepted:
         refusal = "; ".join([limit.setting for limit in report.limits]) or report.refusal or "no model was wrapped"
         return dataclasses.replace(known, refusal=refusal)
-    if report.memory.total > MARGIN * capacity:
-        return dataclasses.replace(known, memory=report.memory.total)
+    if report.config is not None and report.config.offload_optimizer:
+        return dataclasses.replace(known, refusal="not predicted: offloading")
+    if (least := with_overhead(report.peak)) > MARGIN * capacity:
+        return dataclasses.replace(known, memory=least)
     try:
-        step = predict_command(script, arguments, report, cluster)
+        found = predict_stages(script, arguments, report, cluster)
     except Exception as error:  # noqa: BLE001 - the other candidates stand
         return dataclasses.replace(known, refusal=f"not predicted: {described(error, script)}")
-    return dataclasses.replace(known, step=step, memory=with_overhead(sum(step.peak.values())))
+    assert isinstance(found.step, CommandStep) and found.situation is not None, "a step was predicted"
+    return dataclasses.replace(known, step=found.step, memory=found.situation.total)
 
 
 def _start() -> None:
@@ -167,12 +193,13 @@ class Search:
         self._own, self._end, self._on_found = tuple(arguments), time.monotonic() + seconds, on_found
         self._by_memory = goal == "memory"
         self._seen: set[frozenset[tuple[str, str | None]]] = set()
+        self._too_large: list[tuple[tuple[str, ...], list[int]]] = []
         self.found: list[Candidate] = []
 
     def run(self) -> None:
         """Search until nothing improves or the time is up."""
         context = multiprocessing.get_context("spawn")
-        pool = concurrent.futures.ProcessPoolExecutor(min(os.cpu_count() or 1, MOST_PROCESSES), context, _start)
+        pool = concurrent.futures.ProcessPoolExecutor(PROCESSES, context, _start)
         try:
             best: Change = {}
             self._try(pool, [best])
@@ -198,20 +225,31 @@ class Search:
             yield [a | b for a, b in itertools.product(SETTINGS[one], SETTINGS[other])]
 
     def _try(self, pool: concurrent.futures.Executor, changes: list[Change]) -> None:
-        futures = []
-        for change in changes:
-            arguments, differ = with_changes(self._own, change)
-            if (key := frozenset(differ.items())) not in self._seen:
-                self._seen.add(key)
-                futures.append(pool.submit(self._evaluate, Candidate(arguments, differ)))
-        try:
-            for future in concurrent.futures.as_completed(
-                futures, max(self._end - time.monotonic(), 0) if self.found else None
-            ):
+        left = [with_changes(self._own, change) for change in changes]
+        pending: set[concurrent.futures.Future[Candidate]] = set()
+        while left or pending:
+            while left and len(pending) < PROCESSES:
+                arguments, differ = left.pop(0)
+                if (key := frozenset(differ.items())) not in self._seen and not self._is_larger(arguments):
+                    self._seen.add(key)
+                    pending.add(pool.submit(self._evaluate, Candidate(arguments, differ)))
+            seconds = max(self._end - time.monotonic(), 0) if self.found else None
+            done, pending = concurrent.futures.wait(pending, seconds, concurrent.futures.FIRST_COMPLETED)
+            if pending and not done:
+                return
+            for future in done:
                 self.found.append(future.result())
+                if not self.found[-1].refusal and not self.found[-1].fits:
+                    self._too_large.append(memory_order(self.found[-1].arguments))
                 self._on_found(self.found[-1])
-        except TimeoutError:
-            pass
+
+    def _is_larger(self, arguments: Sequence[str]) -> bool:
+        """Whether a command line needs at least as much memory as one that does not fit."""
+        rest, places = memory_order(arguments)
+        return any(
+            rest == other and all(mine >= its for mine, its in zip(places, of_other, strict=True))
+            for other, of_other in self._too_large
+        )
 
     def ordered(self) -> list[Candidate]:
         """The candidates that would start, the best first."""
@@ -223,14 +261,20 @@ class Search:
         return False, -each.step.tokens_per_second
 
 
-def table(found: Sequence[Candidate]) -> str:
-    """Candidates as text."""
-    rows = [("step, s", "tokens/s", "MFU", "GiB", "bound by", "changes")]
+def table(found: Sequence[Candidate], ranks: int) -> str:
+    """Candidates on so many ranks as text. Columns of memory are GiB of tensors at the peak."""
+    rows: list[Sequence[str]] = [
+        ("step, s", "tokens/s", "per GPU", "MFU", "GiB", *MEMORY, "bound by", "changes"),
+    ]
     for each in found:
         step = each.step
-        seen = (f"{step.seconds:.3f}", f"{step.tokens_per_second:,.0f}", f"{step.mfu:.1%}") if step else ("-", "-", "-")
+        seen, memory = ["-"] * 4, ["-"] * len(MEMORY)
+        if step is not None:
+            speed = step.tokens_per_second
+            seen = [f"{step.seconds:.3f}", f"{speed:,.0f}", f"{speed / ranks:,.0f}", f"{step.mfu:.1%}"]
+            memory = memory_columns(step.peak)
         bound = step.bound if each.fits and step else f"memory: {(each.memory - each.capacity) / GIB:.1f} GiB too much"
-        rows.append((*seen, f"{each.memory / GIB:.1f}", bound, each.text))
+        rows.append((*seen, f"{each.memory / GIB:.1f}", *memory, bound, each.text))
     return aligned(rows)
 
 
@@ -242,7 +286,10 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
 
 def explained(own: Candidate, best: Candidate) -> str:
     """Where the seconds of the user's own line go, next to those of the best one."""
-    if own.refusal or own.step is None or best.step is None:
-        return f"Your command line: {own.refusal or 'it does not fit'}"
+    if own.refusal:
+        return f"Your command line: {own.refusal}"
+    too_large = "" if own.fits else f"Your command line {comparison(own.memory, own.capacity)}. "
+    if own.step is None or best.step is None:
+        return too_large
     parts = (f"{name} {own.step.parts[name]:.3f} -> {best.step.parts[name]:.3f}" for name in own.step.parts)
-    return f"Seconds of your command line -> of the best: {', '.join(parts)}"
+    return f"{too_large}Seconds of your command line -> of the best: {', '.join(parts)}"

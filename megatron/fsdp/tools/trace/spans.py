@@ -98,6 +98,12 @@ class UnitTimes(NamedTuple):
         """Computation waiting for any communication of the unit."""
         return self.exposed_gather + self.exposed_reduction
 
+    @property
+    def parts(self) -> dict[str, float]:
+        """The computation's seconds by what takes them."""
+        times = {"compute": self.forward + self.backward, "unshard": self.exposed_gather}
+        return {name: time / 1e3 for name, time in {**times, "reduce": self.exposed_reduction}.items()}
+
 
 _COLUMN = {
     (Row.COMPUTE, Kind.FORWARD): "forward",
