@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import importlib
 import itertools
+import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -68,18 +69,28 @@ def judge(script: Path, arguments: Sequence[str], report: Report, cluster: Clust
     return best
 
 
-def predict_stages(script: Path, arguments: Sequence[str], report: Report, cluster: Cluster) -> Report:
+def predict_stages(
+    script: Path, arguments: Sequence[str], report: Report, cluster: Cluster, limit: float = math.inf
+) -> Report:
     """Predict a step of the first and the last pipeline stage: one has most micro-batches, the other has logits.
+
+    If the first needs more than ``limit`` bytes of the device, the last one does not matter.
 
     Returns:
         The report of the one that holds more, with the time of the slower one.
     """
     ends = report.stages[:1] + report.stages[1:][-1:]
-    steps = [predict_command(script, arguments, each, cluster) for each in ends]
-    for each, step in zip(ends, steps, strict=True):
-        each.situation, each.step = _with_step(each, step), step
+    steps: list[CommandStep] = []
+    situations: list[Situation] = []
+    for each in ends:
+        steps.append(predict_command(script, arguments, each, cluster))
+        situations.append(_with_step(each, steps[-1]))
+        if situations[-1].total > limit:
+            break
     slowest = max(steps, key=lambda each: each.seconds)
-    best, step = max(zip(ends, steps, strict=True), key=lambda pair: sum(pair[1].peak.values()))
+    fullest = max(range(len(steps)), key=lambda number: situations[number].total)
+    best, step = ends[fullest], steps[fullest]
+    best.situation = situations[fullest]
     best.step = dataclasses.replace(slowest, peak=step.peak, module=step.module)
     best.stages = report.stages
     return best

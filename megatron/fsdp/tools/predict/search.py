@@ -146,7 +146,7 @@ def evaluate(script: Path, world_size: int, cluster: Cluster, candidate: Candida
     if (least := with_overhead(report.peak)) > MARGIN * capacity:
         return dataclasses.replace(known, memory=least)
     try:
-        found = predict_stages(script, arguments, report, cluster)
+        found = predict_stages(script, arguments, report, cluster, capacity)
     except Exception as error:  # noqa: BLE001 - the other candidates stand
         return dataclasses.replace(known, refusal=f"not predicted: {described(error, script)}")
     assert isinstance(found.step, CommandStep) and found.situation is not None, "a step was predicted"
