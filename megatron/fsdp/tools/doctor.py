@@ -53,12 +53,12 @@ def main() -> int:
         report = examine(
             options.script, options.arguments, options.world_size, options.rank, options.device_memory, progress
         )
-        if options.device_memory is not None and report.accepted and report.config is not None:
+        if options.device_memory is not None and report.accepted:
             progress.start("running a step on tensors without memory")
             known = getattr(options.device_memory, "gpu", "") in SPEEDS
             cluster = cluster_of(options.device_memory.gpu if known else "h100")  # bytes depend on no speed
             report = judge(options.script, options.arguments, report, cluster, options.device_memory)
-            report.timed = known and not report.config.offload_optimizer
+            report.timed = known and not (report.config is not None and report.config.offload_optimizer)
             progress.end()
     print(report.as_json() if options.json else report.as_text())
     return report.exit_code

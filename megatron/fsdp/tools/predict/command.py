@@ -119,7 +119,7 @@ def _with_fewer_activations(
         changes.append({"--micro-batch-size": "1"})
     if args.recompute_granularity != "full":
         changes.append(recomputation("full", method="uniform", num_layers="1"))
-    together = functools.reduce(operator.or_, changes, {})
+    together: Change = functools.reduce(operator.or_, changes, {})
     for change in [*changes, together] if len(changes) > 1 else changes:
         try:
             step = predict_command(script, edited(arguments, change)[0], report, cluster)
