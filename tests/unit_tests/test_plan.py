@@ -186,6 +186,10 @@ def test_a_row_of_the_table_has_speed_per_gpu_and_memory_by_category() -> None:
     peak = {"shards": GIB, "unsharded units": GIB, "activations": GIB, "logits": 2 * GIB, "temporary": GIB // 2}
     step = CommandStep(2.0, 0.5, 800.0, 0.5, {"unshard": 1.0}, peak, "decoder")
     row = search.table([search.Candidate((), {}, step, 6 * GIB, 8 * GIB)], 4).splitlines()[1]
+    units = {name: {"compute": 1.0, "unshard": wait, "reduce": 0.0} for name, wait in (("a", 2), ("b", 0), ("c", 0))}
+    lines = search.explained(*2 * [search.Candidate((), {}, dataclasses.replace(step, units=units), 0, 1)]).splitlines()
+    assert lines[1].startswith("a: compute 1.000 s, unshard 2.000 s") and lines[1].endswith("bound by unshard")
+    assert lines[2:] == ["b to c: compute 1.000 s, unshard 0.000 s, reduce 0.000 s, bound by compute"]
     assert row.split()[:11] == "2.000 800 200 50.0% 6.0 2.0 0.0 0.0 3.0 0.5 unshard".split()
 
 

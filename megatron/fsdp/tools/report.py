@@ -1,6 +1,5 @@
 """The doctor's report, for people and for programs."""
 
-import itertools
 import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -183,20 +182,12 @@ class Report:
                 ("a step, simulated", f"{step.seconds:.3f} s, {speed}, MFU {step.mfu:.1%}"),
                 ("  waits", f"{waits}, pipeline bubble {step.bubble:.3f} s"),
             ]
-            for text, units in itertools.groupby(step.units, lambda unit: _parts(step.units[unit])):
-                names = list(units)
-                rows.append(("  unit", f"{' to '.join(dict.fromkeys((names[0], names[-1])))}: {text}"))
+            rows += [("  unit", text) for text in step.unit_lines]
         parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in step.peak.items() if size)
         assumed = f"CUDA context {_gib(CONTEXT)}, NCCL {_gib(NCCL)}, {FRAGMENTATION:.0%} fragmentation"
         rows.append(("tensors at the peak", f"{_gib(sum(step.peak.values()))} in {step.module}: {parts}"))
         rows.append(("  overhead", f"assumed: {assumed}"))
         return rows
-
-
-def _parts(times: dict[str, float]) -> str:
-    """Seconds of a unit by what takes them."""
-    parts = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in times.items())
-    return f"{parts}, bound by {max(times, key=times.__getitem__)}"
 
 
 def _gib(count: int) -> str:

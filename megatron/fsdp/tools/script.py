@@ -1,6 +1,7 @@
 """Command lines of the form ``[OPTIONS] [-m] SCRIPT ARGS...``: running them as ``python`` does, and their steps."""
 
 import argparse
+import itertools
 import re
 import runpy
 import sys
@@ -63,9 +64,23 @@ class CommandStep:
         return {"compute": compute, **self.waits, "pipeline bubble": self.bubble}
 
     @property
+    def unit_lines(self) -> list[str]:
+        """Seconds of each unit by what takes them, and which takes most. Equal neighbours are one line."""
+        lines = []
+        for text, units in itertools.groupby(self.units, lambda unit: _times(self.units[unit])):
+            names = list(units)
+            lines.append(f"{' to '.join(dict.fromkeys((names[0], names[-1])))}: {text}")
+        return lines
+
+    @property
     def bound(self) -> str:
         """The part that takes most of the step."""
         return max(self.parts, key=lambda name: self.parts[name])
+
+
+def _times(of_unit: dict[str, float]) -> str:
+    parts = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in of_unit.items())
+    return f"{parts}, bound by {max(of_unit, key=of_unit.__getitem__)}"
 
 
 def parser(command: str, description: str | None) -> argparse.ArgumentParser:

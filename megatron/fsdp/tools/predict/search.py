@@ -285,11 +285,12 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
 
 
 def explained(own: Candidate, best: Candidate) -> str:
-    """Where the seconds of the user's own line go, next to those of the best one."""
+    """Where the seconds of the user's own line go, next to those of the best one, and by unit."""
     if own.refusal:
         return f"Your command line: {own.refusal}"
     too_large = "" if own.fits else f"Your command line {comparison(own.memory, own.capacity)}. "
     if own.step is None or best.step is None:
         return too_large
     parts = (f"{name} {own.step.parts[name]:.3f} -> {best.step.parts[name]:.3f}" for name in own.step.parts)
-    return f"{too_large}Seconds of your command line -> of the best: {', '.join(parts)}"
+    seconds = f"{too_large}Seconds of your command line -> of the best: {', '.join(parts)}"
+    return "\n".join([seconds, *own.step.unit_lines])
