@@ -31,7 +31,7 @@ FEW, MORE = 4, 6
 
 
 class Training(NamedTuple):
-    """What a figure was measured on.
+    """The model and the machine of a figure.
 
     Attributes:
         shape: The model.
