@@ -18,11 +18,11 @@ from tests.launch import start
 from tests.ranks import PRELOADED, ROOT, path_for_children
 
 FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>`{3,}|~{3,}) *\{?\.?(?P<language>[\w+-]*)")
-# Readers see the second form: the code was never run, for want of a machine or of files.
+# Readers see the second form: the code was never run as shown, for want of a machine or of files.
 COMMENT = re.compile(r"^ *(?:<!-- *(?P<text>.*?) *-->|\*(?P<seen>Not run: .*?)\.?\*)$")
 HIDDEN = re.compile(r"^ *<!-- *hidden$")
 SCRIPT = re.compile(r"script: (?P<name>[\w-]+\.py)(?: on (?P<ranks>\d+) ranks?)?")
-COMMAND = re.compile(r"(?P<kind>run|doctor|not run)(?:: (?P<value>.+))?")
+COMMAND = re.compile(r"(?P<kind>run|doctor|not run|Not run)(?:: (?P<value>.+))?")
 # Spellings that would slip through as languages that are not run.
 MISTAKEN = {"": "give its language, for example text", "py": "write python", "python3": "write python"}
 MISTAKEN |= dict.fromkeys(("sh", "shell", "console", "zsh"), "write bash")
@@ -92,7 +92,7 @@ def read_page(path: Path) -> Page:
             _add(page, fence["language"], mark, number, block)
             number += len(block) + 1
         elif comment := COMMENT.match(line):
-            mark = comment["text"] or comment["seen"].replace("Not", "not", 1)
+            mark = comment["text"] or comment["seen"]
             if mark.startswith("script"):
                 script, mark = _named_script(page, mark, number), ""
             continue
@@ -127,15 +127,14 @@ def _add(page: Page, language: str, mark: str, number: int, block: dict[int, str
     where = f"{page.path}:{number}"
     if language in MISTAKEN:
         raise PageError(f"{where}: the block's language is {language!r}: {MISTAKEN[language]}")
-    if language not in ("python", "bash"):
+    if language not in ("python", "bash", "yaml"):
         return
     found = COMMAND.fullmatch(mark)
     if mark and found is None:
         raise PageError(f"{where}: the comment before the block is not a mark that is known: {mark!r}")
     kind, value = (found["kind"], found["value"]) if found else ("", None)
-    if kind == "not run":
-        if value is None:
-            raise PageError(f"{where}: 'not run' needs a reason")
+    if kind.lower() == "not run" or language == "yaml":
+        _check_that_readers_know(where, kind, value)
     elif language == "python":
         if kind:
             raise PageError(f"{where}: a python block is run without a mark, got {mark!r}")
@@ -146,6 +145,15 @@ def _add(page: Page, language: str, mark: str, number: int, block: dict[int, str
         page.commands.append(Command(number, "\n".join(block.values())))
     else:
         raise PageError(f"{where}: a bash block needs 'run', 'doctor: N' or 'not run: REASON', got {mark!r}")
+
+
+def _check_that_readers_know(where: str, kind: str, value: str | None) -> None:
+    """A block that is not run here says so visibly, unless a test runs it."""
+    if not kind or value is None:
+        raise PageError(f"{where}: 'not run' needs a reason")
+    tests = re.findall(r"tests/[\w/.]+", value)
+    if kind == "not run" and not (tests and all((ROOT / test).exists() for test in tests)):
+        raise PageError(f"{where}: the comment names no test that runs it; tell readers: *Not run: {value}.*")
 
 
 def run_scripts(page: Page, folder: Path, timeout: float = TIMEOUT) -> None:

@@ -96,7 +96,8 @@ size = dist.get_world_size()
     dist.barrier()
     ```
 
-<!-- not run: needs a GPU -->
+*Not run: needs a GPU.*
+
 ```python
 torch.zeros(1, device="cuda")
 ```
@@ -139,7 +140,7 @@ def test_a_page_is_divided_into_scripts_and_commands(tmp_path: Path) -> None:
     first = page.scripts[0].lines
     assert (first[10], first[16]) == ("size = dist.get_world_size()", "assert size == 2")
     assert not any("cuda" in line for line in first.values())
-    assert [(command.line, command.doctor) for command in page.commands] == [(36, None), (42, 8)]
+    assert [(command.line, command.doctor) for command in page.commands] == [(37, None), (43, 8)]
 
 
 def test_a_page_runs_in_one_folder(tmp_path: Path) -> None:
@@ -159,7 +160,7 @@ def test_an_error_names_the_line_of_the_page(tmp_path: Path) -> None:
     assert str(error.value).startswith(f"{page.path}:16: rank 0: exit code 1\n")
     assert "    assert size == 3  # wrong\n" in str(error.value)
     page.commands[0].code = "python -c 'raise SystemExit(3)'"
-    with pytest.raises(PageError, match=r"page\.md:36: exit code 3"):
+    with pytest.raises(PageError, match=r"page\.md:37: exit code 3"):
         run_command(page, page.commands[0], tmp_path)
 
 
@@ -176,6 +177,9 @@ def test_a_rank_that_waits_is_ended(tmp_path: Path) -> None:
         ("<!-- run -->\n\nText.\n\n```bash\nls\n```\n", r"page.md:5: a bash block needs"),
         ("<!-- doctor: many -->\n```bash\nls\n```\n", r"page.md:2: a bash block needs"),
         ("<!-- not run -->\n```bash\nls\n```\n", r"page.md:2: 'not run' needs a reason"),
+        ("<!-- not run: no GPU -->\n```python\n1\n```\n", r"page.md:2: .* tell readers: \*Not run: no GPU\.\*"),
+        ("<!-- not run: tests/no.py runs it -->\n```bash\nls\n```\n", r"page.md:2: the comment names no test"),
+        ("```yaml\na: 1\n```\n", r"page.md:1: 'not run' needs a reason"),
         ("<!-- runs -->\n```bash\nls\n```\n", r"page.md:2: the comment before the block is not a mark"),
         ("<!-- run -->\n```python\n1\n```\n", r"page.md:2: a python block is run without a mark"),
         ("<!-- script: x -->\n```python\n1\n```\n", r"page.md:1: expected 'script: NAME.py'"),

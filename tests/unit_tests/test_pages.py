@@ -10,6 +10,7 @@ import pytest
 
 from megatron_fsdp import fully_shard_model
 from scripts import argument_table, compatibility_table, draw_pictures, status
+from tests.docs_code import read_page
 from tests.models import TinyModel
 from tests.ranks import DEVICE, RankPool
 
@@ -37,6 +38,14 @@ def test_pages_say_where_the_arguments_of_their_commands_are_defined() -> None:
     users = [page for page in DOCS.rglob("*.md") if "${GPT[@]}" in (text := page.read_text()) and "GPT=(" not in text]
     assert len(users) > 10
     assert [page.name for page in users if "start/megatron.md#2-add-the-flags" not in page.read_text()] == []
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *DOCS.rglob("*.md"), *ROOT.glob("examples/**/README.md")])
+def test_blocks_that_no_test_runs_are_visibly_marked(page: Path) -> None:
+    commands = read_page(page).commands
+    # Where GPT is defined, readers learn that the doctor alone has checked its commands.
+    own = [block.code for block in commands if block.doctor is not None and "GPT" not in block.code]
+    assert not own or "checked by the doctor" in page.read_text() or page.stem == "pretrain_megatron", own
 
 
 def test_every_argument_is_described() -> None:
