@@ -88,10 +88,12 @@ def test_the_readmes_example_trains_in_a_fresh_environment(wheel: Path, fresh: P
     assert version == wheel.name.split("-")[1] and not others
     (example,) = re.findall(r"```python\n(import os\n.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
     (tmp_path / "script.py").write_text(example)
+    pip(fresh, "install", "--quiet", "--target", str(tmp_path), "numpy")  # torch needs it to save
     torchrun = (fresh, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
     result = run_in(tmp_path, *torchrun, "script.py")
     losses = [float(loss) for loss in re.findall(r"^step \d: loss (\S+)$", result.stdout, flags=re.MULTILINE)]
     assert len(losses) == 10 and losses[-1] < losses[0], result.stderr
+    assert (tmp_path / "run" / "step_10" / ".metadata").is_file()
 
 
 CONVERT = "click, rich not found: run pip install '.[convert]' in the checkout"

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.fsdp.checkpoint.newest import newest_complete_checkpoint
 from tests.docs_code import Command, Page, run_command
 from tests.launch import ROOT, printed, torchrun
 
@@ -15,12 +16,13 @@ def test_the_example_for_pytorch_runs(tmp_path: Path) -> None:
     (example,) = re.findall(r"```python\n(import os\n.*?)```", PAGES[0].read_text(), flags=re.DOTALL)
     script = tmp_path / "script.py"
     script.write_text(example)
-    runs = [torchrun([script], ranks=2) for _ in range(2)]
+    runs = [torchrun([script], ranks=2, folder=tmp_path) for _ in range(2)]
     for result in runs:
         printed(result)
         assert "destroy_process_group" not in result.stderr and "Error" not in result.stderr, result.stderr[-3000:]
     losses = [float(loss) for loss in re.findall(r"^step \d: loss (\d+\.\d{3})$", runs[0].stdout, flags=re.MULTILINE)]
     assert len(losses) == 10 and losses[-1] < losses[0] < 1.5
+    assert newest_complete_checkpoint(tmp_path / "run") == tmp_path / "run" / "step_10"
     # The output is reproducible.
     assert runs[0].stdout == runs[1].stdout
 
