@@ -24,7 +24,7 @@ OUTSIDE = {path.name: path.name.lower() for path in sorted(ROOT.glob("*.md")) if
 }
 # What the search multiplies the rank of a page by: answers come before generated tables.
 BOOST = {"troubleshooting.md": 4, "hangs.md": 2, "faq.md": 2, "status.md": 0.2}
-# The words that a reader sees on the pages of docs/ and in the README, at most.
+# The words of docs/ and the README, at most; docstrings, the changelog, CONTRIBUTING and the examples do not count.
 BUDGET = 45_000
 ORIGINS = {page: source for source, page in OUTSIDE.items()}
 # Code comes first, so that nothing in it is taken for a link.
