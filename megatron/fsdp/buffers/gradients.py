@@ -224,7 +224,8 @@ class GradientBuffer:
         else:
             taken = self.reduction.cast(reduced, dtype, Writer.COMPUTE)
         if taken is not reduced:
-            self.reduction.stream.follow()
+            for stream in {self.reduction.stream, self.reduction.outer_stream}:  # whichever has allocated it
+                stream.follow()
             self.give_back(reduced)
         return taken
 
