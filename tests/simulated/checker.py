@@ -6,9 +6,12 @@ the next owner's first write must come after them. What happens before what is d
 """
 
 import bisect
+import functools
 import sys
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import NamedTuple
 
 from torch.cuda._sanitizer import StreamSynchronizations
@@ -35,11 +38,11 @@ class Access(NamedTuple):
     number: int
     kernel: str
     writes: bool
-    stack: tuple[str, ...]
+    stack: tuple[tuple[CodeType, int], ...]
 
     def __str__(self) -> str:
         where = "the host" if self.stream == HOST else f"stream {self.stream}"
-        stack = "\n    ".join(self.stack)
+        stack = "\n    ".join(f"{code.co_filename}:{line} {code.co_name}" for code, line in self.stack)
         return f"{self.kernel} {'writes' if self.writes else 'reads'} on {where}, launched at\n    {stack}"
 
 
@@ -71,6 +74,7 @@ class _Space:
 
     def __init__(self) -> None:
         self._pieces: list[_Piece] = [_Piece(0, 1 << 62)]
+        self._starts = [0]
 
     def pieces(self, start: int, end: int) -> list[_Piece]:
         """The pieces of a range, after splitting those that reach beyond it."""
@@ -78,17 +82,18 @@ class _Space:
 
     def merge(self, start: int, end: int, write: Access | None) -> None:
         """Replace the pieces of a range by one."""
-        self._pieces[self._split(start) : self._split(end)] = [_Piece(start, end, write)]
+        merged = slice(self._split(start), self._split(end))
+        self._pieces[merged], self._starts[merged] = [_Piece(start, end, write)], [start]
 
     def _split(self, at: int) -> int:
         """The number of the piece that starts at an address."""
-        number = bisect.bisect_right(self._pieces, at, key=lambda piece: piece.start) - 1
-        piece = self._pieces[number]
-        if piece.start == at:
-            return number
-        self._pieces.insert(number + 1, _Piece(at, piece.end, piece.write, dict(piece.reads)))
-        piece.end = at
-        return number + 1
+        number = bisect.bisect_left(self._starts, at)
+        if number == len(self._starts) or self._starts[number] != at:
+            piece = self._pieces[number - 1]
+            self._pieces.insert(number, _Piece(at, piece.end, piece.write, dict(piece.reads)))
+            self._starts.insert(number, at)
+            piece.end = at
+        return number
 
 
 class Checker:
@@ -104,7 +109,7 @@ class Checker:
         self._order.create_stream(HOST)
         self._order.create_event(_HOST_EVENT)
         self._number = 0
-        self._spaces: dict[int, _Space] = {}
+        self._spaces: defaultdict[int, _Space] = defaultdict(_Space)
         self._reported: set[tuple] = set()
 
     # Order -----------------------------------------------------------------------------------------------------
@@ -141,7 +146,7 @@ class Checker:
         for memory in writes:
             for piece in self._pieces(memory):
                 self._compare(memory, write, [piece.write, *piece.reads.values()])
-            self._space(memory).merge(memory.start, memory.end, write)
+            self._spaces[memory.space].merge(memory.start, memory.end, write)
 
     def free(self, memory: Range, owner: int, recorded: set[int]) -> None:
         """Report accesses to memory that is freed by kernels that nothing has waited for.
@@ -166,11 +171,8 @@ class Checker:
             for stream in streams:
                 piece.reads.pop(stream, None)
 
-    def _space(self, memory: Range) -> _Space:
-        return self._spaces.setdefault(memory.space, _Space())
-
     def _pieces(self, memory: Range) -> list[_Piece]:
-        return self._space(memory).pieces(memory.start, memory.end)
+        return self._spaces[memory.space].pieces(memory.start, memory.end)
 
     def _compare(self, memory: Range, later: Access, accesses: list[Access | None]) -> None:
         for earlier in accesses:
@@ -182,12 +184,16 @@ class Checker:
                 self.races.append(Race(memory, earlier, later))
 
 
-def _stack() -> Iterator[str]:
+def _stack() -> Iterator[tuple[CodeType, int]]:
     """The frames of the program and the engine that lead to a kernel, innermost first."""
     frame, count = sys._getframe(2), 0
     while frame is not None and count < _FRAMES:
-        name = frame.f_code.co_filename
-        if not any(part in name for part in _SKIPPED):
-            yield f"{name}:{frame.f_lineno} {frame.f_code.co_name}"
+        if _is_told(frame.f_code.co_filename):
+            yield frame.f_code, frame.f_lineno
             count += 1
         frame = frame.f_back  # type: ignore[assignment]
+
+
+@functools.cache
+def _is_told(name: str) -> bool:
+    return not any(part in name for part in _SKIPPED)

@@ -1,12 +1,12 @@
 """Effects of an operator on a device: the tensors that it reads and writes, and whether the host waits for it."""
 
+import functools
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.cuda._sanitizer import FACTORY_FUNCTION_REGEX, zip_arguments
-from torch.utils._pytree import tree_leaves
+from torch.cuda._sanitizer import FACTORY_FUNCTION_REGEX
 
 # The host needs their result, or the size of it.
 _WAITING = {
@@ -23,6 +23,50 @@ _WAITING = {
 # They write nothing into the memory they return, or what they return is not memory.
 _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
 _COPIES = {"aten::copy_", "aten::_to_copy", "aten::_foreach_copy_"}
+
+
+class _Operator(NamedTuple):
+    """What the schema of an operator says. ``uses`` has "reads", "writes" or "" for each argument, in their order."""
+
+    name: str
+    uses: dict[str, str]
+    is_collective: bool
+    views: bool
+    writes_result: bool
+    fills: bool
+
+
+@functools.cache
+def _operator(function: Any) -> _Operator:
+    schema = function._schema
+    short = schema.name.partition("::")[2]
+    is_collective = schema.name.startswith("c10d::")
+    makes_others = FACTORY_FUNCTION_REGEX.match(short) is not None
+
+    def use(argument: Any) -> str:
+        if is_collective:
+            # Their schemas say nothing about writes.
+            return "reads" if argument.name.startswith("input") or short == "send" else "writes"
+        if argument.alias_info is not None:
+            return "writes" if argument.alias_info.is_write else ""
+        return "" if makes_others else "reads"
+
+    return _Operator(
+        schema.name,
+        {argument.name: use(argument) for argument in schema.arguments},
+        is_collective,
+        any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns),
+        short not in _EMPTY,
+        short.startswith("index_put"),
+    )
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [tensor for each in value for tensor in _tensors(each)]
+    return []
 
 
 @dataclass
@@ -60,40 +104,30 @@ class Call:
     @classmethod
     def of(cls, function: Any, args: tuple, kwargs: dict) -> "Call":
         """Describe a call. ``pin_memory`` is taken out of ``kwargs``, since there is no device to pin memory for."""
-        schema = function._schema
-        short = schema.name.partition("::")[2]
+        operator = _operator(function)
         call = cls(
-            schema.name,
-            copies=schema.name in _COPIES,
-            waits=schema.name in _WAITING,
-            views=any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns),
-            writes_result=short not in _EMPTY,
+            operator.name,
+            copies=operator.name in _COPIES,
+            waits=operator.name in _WAITING,
+            views=operator.views,
+            writes_result=operator.writes_result,
             device=kwargs.get("device"),
             pinned=bool(kwargs.get("pin_memory")),
         )
         if "pin_memory" in kwargs:
             kwargs["pin_memory"] = None
+        given = {**dict(zip(operator.uses, args, strict=False)), **kwargs}
+        call.non_blocking = bool(given.get("non_blocking"))
         masked = False
-        factory = FACTORY_FUNCTION_REGEX.match(short) is not None
-        arguments = {argument.name: value for argument, value in zip_arguments(schema, args, kwargs)}
+        for name, value in given.items():
+            if tensors := _tensors(value):
+                call.inputs += tensors
+                if use := operator.uses[name]:
+                    getattr(call, use).extend(tensors)
+                masked |= name == "indices" and any(t.dtype == torch.bool for t in tensors)
         # Arguments with the default value, which is True, are left out.
-        has_option = any(argument.name == "async_op" for argument in schema.arguments)
-        if schema.name.startswith("c10d::") and arguments.get("async_op", has_option):
-            call.group = dist.ProcessGroup.unbox(arguments["process_group"]).group_name
-        for argument, value in zip_arguments(schema, args, kwargs):
-            tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-            call.inputs += tensors
-            if argument.name == "non_blocking":
-                call.non_blocking = bool(value)
-            elif schema.name.startswith("c10d::"):
-                # Their schemas say nothing about writes.
-                reads = argument.name.startswith("input") or short == "send"
-                (call.reads if reads else call.writes).extend(tensors)
-            elif argument.alias_info is not None and argument.alias_info.is_write:
-                call.writes += tensors
-            elif argument.alias_info is None and not factory:
-                call.reads += tensors
-                masked |= argument.name == "indices" and any(t.dtype == torch.bool for t in tensors)
+        if operator.is_collective and given.get("async_op", "async_op" in operator.uses):
+            call.group = dist.ProcessGroup.unbox(given["process_group"]).group_name
         # torch fills with a single value without asking how many elements there are.
-        call.waits |= masked and not (short.startswith("index_put") and call.inputs[-1].numel() == 1)
+        call.waits |= masked and not (operator.fills and call.inputs[-1].numel() == 1)
         return call
