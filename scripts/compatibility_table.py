@@ -40,7 +40,7 @@ FEATURES = (
     Feature(
         "trains as the unsharded model does, 1 to 4 ranks",
         ("test_training.py::test_ranks",),
-        simulated=("test_engine.py::test_strategies", "test_engine.py::test_values"),
+        simulated=("test_engine.py::test_settings", "test_engine.py::test_values"),
     ),
     Feature(
         "bf16 compute with fp32 main weights; dtypes of gradients",
@@ -50,7 +50,7 @@ FEATURES = (
     Feature(
         "gradient accumulation, no_sync",
         ("test_training.py::test_accumulation", "test_accumulation.py"),
-        simulated=("test_engine.py::test_strategies",),
+        simulated=("test_engine.py::test_settings",),
     ),
     Feature("tied parameters, also across units", ("test_training.py::test_tied",)),
     Feature("frozen parameters", ("test_training.py::test_frozen",)),
@@ -82,7 +82,7 @@ FEATURES = (
     Feature(
         "training continues after exceptions", ("test_exceptions.py",), simulated=("test_engine.py::test_exceptions",)
     ),
-    Feature("gradient clipping", ("test_clipping.py",), simulated=("test_engine.py::test_strategies",)),
+    Feature("gradient clipping", ("test_clipping.py",), simulated=("test_engine.py::test_settings",)),
     Feature("learning-rate schedulers", ("test_schedulers.py",)),
     Feature(
         "code written for PyTorch's FSDP2",
@@ -125,7 +125,7 @@ FEATURES = (
     ),
     Feature("fused weight gradients (mocked)", ("test_fused.py",)),
     Feature("a whole iteration in a CUDA graph", (), simulated=("test_graphs.py",)),
-    Feature("no host-device sync in a step", (), simulated=("test_engine.py::test_strategies",)),
+    Feature("no host-device sync in a step", (), simulated=("test_engine.py::test_settings",)),
     Feature("faults injected into the engine are found", (), simulated=("test_faults.py",)),
     Feature(
         "quantized weights: formats in plain torch",

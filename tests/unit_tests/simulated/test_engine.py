@@ -1,6 +1,7 @@
 """The engine on the simulated device: no unordered accesses to memory, and no wait of the host in a step."""
 
 import contextlib
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -21,7 +22,9 @@ from tests.ranks import DEVICE as REAL_DEVICE
 from tests.ranks import RankPool
 from tests.simulated.device import DEVICE, SimulatedDevice, simulated_device
 from tests.simulated.models import BF16, assert_clean, sharded, two_axes
+from tests.simulated.pairs import pairwise, parametrize_pairs
 from tests.simulated.ranks import fake_ranks
+from tests.unit_tests.simulated.test_faults import FAULTS
 
 pytestmark = pytest.mark.skipif(REAL_DEVICE == "cuda", reason="computes on CPU tensors")
 # As on CUDA, where torch chooses these implementations itself.
@@ -36,13 +39,28 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 OFFLOAD: dict[str, Any] = {"offload_optimizer": True, "sync_model_each_microbatch": False, **BF16}
 
 
+class Norm(nn.LayerNorm):
+    """Has parameters of another dtype than the model's, which make units of two groups."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.to(self.weight.dtype)).to(x.dtype)
+
+
 class Model(TinyModel):
     """Recomputes blocks if asked to, and can fail in the middle of a pass."""
 
-    def __init__(self, recompute: bool = False, depth: int = 4) -> None:
+    def __init__(self, recompute: bool = False, two_groups: bool = False, depth: int = 4) -> None:
         super().__init__(depth=depth)
         self.recompute = recompute
+        self.two_groups = two_groups
         self.fails_in = ""
+
+    def to(self, place: torch.device, dtype: torch.dtype = torch.float32) -> "Model":  # type: ignore[override]
+        super().to(place, dtype)
+        for block in self.blocks if self.two_groups else ():
+            other = torch.bfloat16 if dtype == torch.float32 else torch.float32
+            block.norm = Norm(13).to(place, other)
+        return self
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)
@@ -96,9 +114,9 @@ def _steps(
 
 
 def _sharded(
-    optimizer: str = "AdamW", recompute: bool = False, **settings: Any
+    optimizer: str = "AdamW", recompute: bool = False, two_groups: bool = False, **settings: Any
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    return sharded(partial(Model, recompute), OPTIMIZERS[optimizer], **settings)
+    return sharded(partial(Model, recompute, two_groups), OPTIMIZERS[optimizer], **settings)
 
 
 @contextlib.contextmanager
@@ -108,7 +126,9 @@ def _simulation(kernel_time: float = 1.0) -> Iterator[SimulatedDevice]:
 
 
 def _train(micro_batches: int, optimizer: str, use_no_sync: bool, may_wait: bool, settings: dict[str, Any]) -> None:
-    with _simulation() as sim:
+    settings = dict(settings)
+    beside = settings.pop("side_stream", False)
+    with _simulation() as sim, torch.cuda.stream(torch.cuda.Stream() if beside else None):
         model, wrapped = _sharded(optimizer, **_with_groups(settings))
         no_sync = model.no_sync if use_no_sync else contextlib.nullcontext
         clip = lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)  # noqa: E731
@@ -126,44 +146,80 @@ def _with_groups(settings: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
-@pytest.mark.every_strategy
-@pytest.mark.parametrize("use_no_sync", [True, False], ids=["no_sync", "each reduced"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_strategies(ranks: RankPool, strategy: str, optimizer: str, use_no_sync: bool) -> None:
-    ranks.run(1, _train, 3, optimizer, use_no_sync, False, {"zero_dp_strategy": strategy})
-
-
-SETTINGS: dict[str, dict[str, Any]] = {
-    "HSDP": {"two_axes": True},
-    "hybrid": {"two_axes": True, "outer_dp_sharding_strategy": "optim"},
-    "hybrid, bf16": {"two_axes": True, "outer_dp_sharding_strategy": "optim", **BF16},
-    "double buffer": {"fsdp_double_buffer": True},
-    "double buffer, hybrid, bf16": {
-        "fsdp_double_buffer": True,
-        "two_axes": True,
-        "outer_dp_sharding_strategy": "optim",
-        **BF16,
+BF16_SUMS: dict[str, Any] = {"dtype": torch.bfloat16, "mixed_precision_policy": MixedPrecisionPolicy(torch.float32)}
+# The first value of each is the default.
+OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
+    "strategy": {strategy: {"zero_dp_strategy": strategy} for strategy in reversed(STRATEGIES)},
+    "axes": {
+        "one axis": {},
+        "HSDP": {"two_axes": True},
+        "hybrid": {"two_axes": True, "outer_dp_sharding_strategy": "optim"},
+        "gather group": {"apart": True},
     },
-    "gather group": {"apart": True},
-    "gather group, double buffer": {"apart": True, "fsdp_double_buffer": True},
-    "recomputation": {"recompute": True},
-    "bf16": BF16,
-    "bf16, narrow gradients": {**BF16, "exchange_gradients": True},
-    "bf16, bf16 sums": {"dtype": torch.bfloat16, "mixed_precision_policy": MixedPrecisionPolicy(torch.float32)},
-    "no prefetch": {"overlap_param_gather": False, "overlap_grad_reduce": False},
-    "more in flight": {"max_unsharded_units": 3, "max_reducing_units": 3},
-    "zeros for unused": {"zero_unused_gradients": True},
+    "precision": {
+        "fp32": {},
+        "bf16": BF16,
+        "narrow gradients": {**BF16, "exchange_gradients": True},
+        "bf16 sums": BF16_SUMS,
+    },
+    "units": {"one group": {}, "two groups": {"two_groups": True}, "recomputed": {"recompute": True}},
+    "overlap": {
+        "prefetch": {},
+        "no prefetch": {"overlap_param_gather": False, "overlap_grad_reduce": False},
+        "more in flight": {"max_unsharded_units": 3, "max_reducing_units": 3},
+    },
+    "optimizer": {name: {"optimizer": name} for name in ("AdamW", "SGD", "fused AdamW")},
+    "buffers": {"new": {}, "double buffer": {"fsdp_double_buffer": True}},
+    "stream": {"default": {}, "side stream": {"side_stream": True}},
+    "accumulation": {"no_sync": {"use_no_sync": True}, "each reduced": {"use_no_sync": False}},
+    "unused": {"None": {}, "zeros": {"zero_unused_gradients": True}},
 }
+UNDEFINED = {frozenset({("strategy", "no_shard"), ("axes", "hybrid")})}
+CASES = pairwise(OPTIONS, UNDEFINED)
+SELECTED = [(case["strategy"], ", ".join(v for n, v in case.items() if n != "strategy")) for case in CASES]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("what", SETTINGS)
-def test_settings(ranks: RankPool, what: str, strategy: str) -> None:
-    if strategy == "no_shard" and "outer_dp_sharding_strategy" in SETTINGS[what]:
-        pytest.skip("not defined")
-    settings = {"zero_dp_strategy": strategy, **SETTINGS[what]}
-    ranks.run(1, _train, 2, "AdamW", True, False, settings)
+def _settings_of(strategy: str, case: str) -> tuple[str, bool, dict[str, Any]]:
+    """The optimizer of a case, whether it accumulates in no_sync(), and its other settings."""
+    settings: dict[str, Any] = {}
+    for values, name in zip(OPTIONS.values(), (strategy, *case.split(", ")), strict=True):
+        settings |= values[name]
+    return settings.pop("optimizer"), settings.pop("use_no_sync"), settings
+
+
+def test_cases_have_all_pairs_of_values() -> None:
+    found = {pair for case in CASES for pair in itertools.combinations(case.items(), 2)}
+    sides = itertools.combinations(OPTIONS.items(), 2)
+    wanted = {((a, x), (b, y)) for (a, first), (b, second) in sides for x in first for y in second}
+    assert {frozenset(pair) for pair in wanted - found} == UNDEFINED
+    assert len(CASES) <= 22
+
+
+@pytest.mark.every_strategy
+@pytest.mark.parametrize(("strategy", "case"), SELECTED)
+def test_settings(ranks: RankPool, strategy: str, case: str) -> None:
+    optimizer, use_no_sync, settings = _settings_of(strategy, case)
+    ranks.run(1, _train, 2, optimizer, use_no_sync, False, settings)
+
+
+def _find(value: str, what: str) -> None:
+    strategy, case = next(each for each in SELECTED if each[0] == "optim_grads_params" and value in each[1].split(", "))
+    optimizer, use_no_sync, settings = _settings_of(strategy, case)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(AssertionError, match="races"):
+        FAULTS[what].plant(patch)
+        _train(2, optimizer, use_no_sync, False, settings)
+
+
+@pytest.mark.every_strategy
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [
+        ("two groups", "only the first group of a unit is waited for"),
+        ("side stream", "tasks wait for the default stream"),
+    ],
+)
+def test_a_fault_is_found_in_the_case_of_a_value(ranks: RankPool, value: str, what: str) -> None:
+    ranks.run(1, _find, value, what)
 
 
 def _streams_of_axes(outer: str) -> dict[tuple[str, int], set[int]]:
@@ -239,9 +295,7 @@ def _fail(where: str, settings: dict[str, Any]) -> None:
             _steps(sim, model, optimizer, 2)
 
 
-@pytest.mark.parametrize("double_buffer", [True, False])
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@parametrize_pairs(strategy=STRATEGIES, where=["forward", "backward"], double_buffer=[True, False])
 def test_exceptions(ranks: RankPool, strategy: str, where: str, double_buffer: bool) -> None:
     ranks.run(1, _fail, where, {"zero_dp_strategy": strategy, "fsdp_double_buffer": double_buffer})
 

@@ -16,6 +16,7 @@ from tests.models import FP32_GRADS, STRATEGIES, Block, TinyModel, loss_of
 from tests.ranks import DEVICE as REAL_DEVICE
 from tests.ranks import RankPool
 from tests.simulated.device import DEVICE, SimulatedDevice, simulated_device
+from tests.simulated.pairs import parametrize_pairs
 from tests.simulated.ranks import fake_ranks
 
 pytestmark = [
@@ -94,9 +95,7 @@ def _check(strategy: str, dtype: str, kernel_time: float, two_axes: bool) -> Non
         assert not sim.races
 
 
-@pytest.mark.parametrize("kernel_time", KERNEL_TIMES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@parametrize_pairs(strategy=STRATEGIES, dtype=[*DTYPES], kernel_time=KERNEL_TIMES)
 def test_the_peak_does_not_depend_on_how_far_the_host_is_ahead(
     ranks: RankPool, strategy: str, dtype: str, kernel_time: float
 ) -> None:

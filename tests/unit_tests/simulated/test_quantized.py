@@ -20,6 +20,7 @@ from tests.ranks import DEVICE as REAL_DEVICE
 from tests.ranks import RankPool
 from tests.simulated.device import DEVICE, SimulatedDevice, simulated_device
 from tests.simulated.models import BF16, assert_clean, sharded
+from tests.simulated.pairs import parametrize_pairs
 from tests.simulated.ranks import fake_ranks
 from tests.slow import all_but_slow
 
@@ -80,9 +81,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["optim", "optim_grads_params", "hybrid"])
-@pytest.mark.parametrize("what", SETTINGS)
-@pytest.mark.parametrize("format", all_but_slow(["delayed", "mx", "nvfp4"], "mx"))
+@parametrize_pairs(
+    format=all_but_slow(["delayed", "mx", "nvfp4"], "mx"),
+    what=[*SETTINGS],
+    kind=["optim", "optim_grads_params", "hybrid"],
+)
 def test_settings(ranks: RankPool, format: str, what: str, kind: str) -> None:
     ranks.run(1, _train, format, kind, SETTINGS[what])
 
@@ -101,9 +104,7 @@ def _fsdp2(format: str, reshard: bool, recompute: str) -> None:
                 optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("recompute", ["", "unit", "layer"])
-@pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("format", ["tensor", "mx"])
+@parametrize_pairs(format=["tensor", "mx"], reshard=[True, False], recompute=["", "unit", "layer"])
 def test_fsdp2(ranks: RankPool, format: str, reshard: bool, recompute: str) -> None:
     ranks.run(1, _fsdp2, format, reshard, recompute)
 
