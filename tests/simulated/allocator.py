@@ -3,7 +3,8 @@
 Memory belongs to the stream that is current when it is allocated. The host frees it while kernels may still use it, and
 it may be allocated for the same stream at once: the stream's order makes that safe. If other streams were recorded on
 it (``record_stream``), it becomes free when the host finds that these have run their kernels. The model reuses the
-lowest free address, so that memory is reused as soon as the rules allow.
+lowest free address, so that memory is reused as soon as the rules allow. What is allocated while a graph is captured
+comes from a pool of that graph's own.
 """
 
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from tests.simulated.checker import Range
 
 _ALIGNMENT = 512
+_MOST_STREAMS = 1000
 
 
 @dataclass(eq=False)
@@ -19,21 +21,28 @@ class Block:
     """Allocated memory.
 
     Attributes:
-        stream: The stream whose memory it is; its number is that of the address space.
+        stream: The stream whose memory it is.
+        pool: 0, or the number of the graph whose memory it is.
         start: Address.
         nbytes: Size.
         recorded: Streams of ``record_stream``.
     """
 
     stream: int
+    pool: int
     start: int
     nbytes: int
     recorded: set[int] = field(default_factory=set)
 
     @property
+    def space(self) -> int:
+        """The address space: every stream has one, and another one in each pool."""
+        return self.stream + self.pool * _MOST_STREAMS
+
+    @property
     def reserved(self) -> Range:
         """The block's bytes, up to the next address at which another block may lie."""
-        return Range(self.stream, self.start, self.start + max(-(-self.nbytes // _ALIGNMENT), 1) * _ALIGNMENT)
+        return Range(self.space, self.start, self.start + max(-(-self.nbytes // _ALIGNMENT), 1) * _ALIGNMENT)
 
 
 class _Addresses:
@@ -77,16 +86,16 @@ class Allocator:
         self._addresses: dict[int, _Addresses] = {}
         self._waiting: list[tuple[float, Block]] = []
 
-    def allocate(self, stream: int, nbytes: int, now: float) -> Block:
+    def allocate(self, stream: int, nbytes: int, now: float, pool: int = 0) -> Block:
         """Allocate memory for a stream. The host finds out which streams have ended whenever it allocates."""
         ended = [block for end, block in self._waiting if end <= now]
         self._waiting = [(end, block) for end, block in self._waiting if end > now]
         for block in ended:
             self._released(block)
             self._reuse(block)
-        block = Block(stream, 0, nbytes)
+        block = Block(stream, pool, 0, nbytes)
         memory = block.reserved
-        block.start = self._addresses.setdefault(stream, _Addresses()).take(memory.end - memory.start)
+        block.start = self._addresses.setdefault(block.space, _Addresses()).take(memory.end - memory.start)
         self.allocated += nbytes
         self.active += nbytes
         self.peak = max(self.peak, self.active)
@@ -108,4 +117,4 @@ class Allocator:
     def _reuse(self, block: Block) -> None:
         self.active -= block.nbytes
         memory = block.reserved
-        self._addresses[block.stream].give_back(memory.start, memory.end)
+        self._addresses[block.space].give_back(memory.start, memory.end)

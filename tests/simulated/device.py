@@ -55,7 +55,7 @@ class SimulatedDevice(TorchDispatchMode):
         self.on_kernel: Callable[[int, Any, tuple, dict, Any], None] | None = None
         # Where the copy goes that is being made; torch itself does not know the difference.
         self._target: Place | None = None
-        self.ignoring: set[int] = set()
+        self.ignoring: set[threading.Thread] = set()
         # NCCL's stream of each process group, and what asynchronous collectives have recorded there.
         self._of_groups: dict[str, Stream] = {}
         self._works: dict[int, tuple[dist.Work, Event]] = {}
@@ -137,9 +137,9 @@ class SimulatedDevice(TorchDispatchMode):
         if not call.copies:
             if places - {Place.DEVICE}:
                 raise DeviceMismatch(f"{call.name} has tensors of the host and of the device")
-            by_value = [r for r in reads if r.space == HOST]
-            self._checker.launch(HOST, call.name, by_value, [])
-            reads = [r for r in reads if r.space != HOST]
+            if by_value := [r for r in reads if r.space == HOST]:
+                self._checker.launch(HOST, call.name, by_value, [])
+                reads = [r for r in reads if r.space != HOST]
         self._checker.launch(stream.number, call.name, reads, writes)
         crosses = len(places) > 1
         if call.waits or (crosses and (Place.PAGEABLE in places or not call.non_blocking)):
@@ -359,7 +359,7 @@ def simulated_device(kernel_time: float = 1.0) -> Iterator[SimulatedDevice]:
                 stack.enter_context(patch.object(module, name, value))
         stack.enter_context(patch.dict(streams._STREAMS, clear=True))
         stack.enter_context(
-            patch.object(journal, "ignore_captures", lambda: device.ignoring.add(threading.get_ident()))
+            patch.object(journal, "ignore_captures", lambda: device.ignoring.add(threading.current_thread()))
         )
         for name in ("torch.optim.optimizer", "torch.nn.utils.clip_grad"):
             stack.enter_context(patch.object(sys.modules[name], _BY_DEVICE, _by_device_and_dtype))

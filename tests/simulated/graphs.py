@@ -6,15 +6,19 @@ no kernels. Here it runs them, because Python needs tensors with values, and the
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from tests.simulated.allocator import Block
 from tests.simulated.device import SimulatedDevice
+from tests.simulated.memory import FreedMemory
 from tests.simulated.streams import CaptureError, Event, Stream, Timeline
 
 
@@ -27,7 +31,8 @@ class SimulatedGraph:
 
     def __init__(self, device: SimulatedDevice) -> None:
         self._device = device
-        self._kernels: list[tuple[Any, tuple, dict, Any]] = []
+        self._pool = next(device.timeline.numbers) + 1
+        self._kernels: list[tuple[Any, ...]] = []
 
     @contextlib.contextmanager
     def capture(self) -> Iterator[None]:
@@ -39,30 +44,46 @@ class SimulatedGraph:
                 event is queried, also by another thread that does not ignore captures.
             HostWait: The host would wait for the device.
         """
-        self._device.timeline.synchronize()
-        rules = _Rules(self._device.timeline.current[-1], self._device.ignoring)
         device = self._device
+        device.timeline.synchronize()
+        rules = _Rules(device.timeline.current[-1], device.ignoring)
         before, saved = device.on_kernel, [(storage, storage.clone()) for storage in device.memory.on_device()]
         capturing = patch.multiple(torch.cuda, is_initialized=_yes, is_current_stream_capturing=_yes)
         with rules.enforced(), device.no_host_wait(), capturing:
-            device.on_kernel = self._record
+            device.on_kernel, device.memory.pool = self._record, self._pool
             try:
                 yield
             finally:
-                device.on_kernel = before
+                device.on_kernel, device.memory.pool = before, 0
         rules.check_joined()
         for storage, content in saved:
             if storage.nbytes() == content.nbytes():
                 storage.copy_(content)
 
     def _record(self, stream: int, function: Any, args: tuple, kwargs: dict, result: Any) -> None:
-        # The references stand for the graph's memory: nothing else gets it while the graph lives.
-        self._kernels.append((function, args, kwargs, result))
+        # The references stand for the graph's own memory: nothing else gets it while the graph lives.
+        self._kernels.append((function, *tree_map_only(torch.Tensor, self._address, (args, kwargs, result))))
+
+    def _address(self, tensor: torch.Tensor) -> "torch.Tensor | _Outside":
+        block = self._device.memory.block_of(tensor)
+        return tensor if block is None or block.pool == self._pool else _Outside(tensor, block)
+
+    def _at(self, outside: "_Outside") -> torch.Tensor:
+        with _disable_current_modes():
+            tensor = outside.tensor()
+        if tensor is None or self._device.memory.block_of(tensor) is not outside.block:
+            raise FreedMemory("a replay uses memory that was allocated before the capture and has been freed")
+        return tensor
 
     @torch.no_grad()
     def replay(self) -> None:
-        """Run the kernels again. Results go to the memory that they were in."""
-        for function, args, kwargs, result in self._kernels:
+        """Run the kernels again. Results go to the memory that they were in.
+
+        Raises:
+            FreedMemory: Memory that is not the graph's own has been freed.
+        """
+        for function, *kept in self._kernels:
+            args, kwargs, result = tree_map_only(_Outside, self._at, kept)
             again = function(*args, **kwargs)
             for old, new in zip(tree_leaves(result), tree_leaves(again), strict=True):
                 if isinstance(new, torch.Tensor):
@@ -75,6 +96,20 @@ class SimulatedGraph:
         return len(self._kernels)
 
 
+class _Outside:
+    """A tensor in memory from before the capture. The graph knows the address, and does not keep the memory."""
+
+    def __init__(self, tensor: torch.Tensor, block: Block) -> None:
+        self.block = block
+        self._storage = weakref.ref(tensor.untyped_storage())
+        self._view = tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride()
+
+    def tensor(self) -> torch.Tensor | None:
+        """The tensor, if there is its storage."""
+        storage, (dtype, *where) = self._storage(), self._view
+        return None if storage is None else torch.empty(0, dtype=dtype).set_(storage, *where)
+
+
 def _yes() -> bool:
     return True
 
@@ -85,7 +120,7 @@ class _Rules:
     Every stream has a clock: how many operations of each stream its next kernel comes after.
     """
 
-    def __init__(self, origin: Stream, ignoring: set[int]) -> None:
+    def __init__(self, origin: Stream, ignoring: set[threading.Thread]) -> None:
         self._origin = origin
         self._thread, self._ignoring = threading.get_ident(), ignoring
         self._invalid = False
@@ -130,7 +165,7 @@ class _Rules:
 
     def _query(self) -> None:
         """Called before a thread queries an event."""
-        if threading.get_ident() not in self._ignoring:
+        if threading.current_thread() not in self._ignoring:
             # The mode of a capture is "global" unless torch is told otherwise.
             self._invalid |= threading.get_ident() != self._thread
             raise CaptureError("an event is queried during a capture")

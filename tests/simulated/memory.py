@@ -46,10 +46,12 @@ class Memory:
 
     Attributes:
         allocator: The device's allocator.
+        pool: The pool that it allocates from.
     """
 
     def __init__(self, checker: Checker, timeline: Timeline) -> None:
         self.allocator = Allocator(lambda block: checker.forget(block.reserved, block.recorded))
+        self.pool = 0
         self._checker = checker
         self._timeline = timeline
         self._storages: dict[int, _Storage] = {}
@@ -73,6 +75,11 @@ class Memory:
             self._allocate(new, storage.nbytes())
         else:
             new.address, self._host_end = self._host_end, self._host_end + storage.nbytes()
+
+    def block_of(self, tensor: torch.Tensor) -> Block | None:
+        """The memory of a tensor on the device."""
+        found = self._storages.get(_key(tensor))
+        return None if found is None else found.block
 
     def on_device(self) -> list[torch.UntypedStorage]:
         """The storages of the device that have memory."""
@@ -105,7 +112,7 @@ class Memory:
         storage = self._storages[_key(tensor)]
         if storage.block is None:
             return Range(HOST, storage.address + begin, storage.address + end)
-        return Range(storage.block.stream, storage.block.start + begin, storage.block.start + end)
+        return Range(storage.block.space, storage.block.start + begin, storage.block.start + end)
 
     def record_stream(self, tensor: torch.Tensor, stream: int) -> None:
         """Follow ``Tensor.record_stream``."""
@@ -116,7 +123,7 @@ class Memory:
     def _allocate(self, storage: _Storage, nbytes: int) -> None:
         if nbytes:
             stream = self._timeline.current[-1].number
-            storage.block = self.allocator.allocate(stream, nbytes, self._timeline.now)
+            storage.block = self.allocator.allocate(stream, nbytes, self._timeline.now, self.pool)
 
     def _free(self, storage: _Storage) -> None:
         if storage.block is not None:

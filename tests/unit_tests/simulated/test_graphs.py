@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from megatron.fsdp.buffers.parameter_group import ParameterGroup
 from megatron.fsdp.comm.journal import Journal, Watchdog
 from megatron.fsdp.comm.streams import CudaStream
 from tests.models import STRATEGIES, batches, loss_of, main_weights
@@ -17,7 +18,9 @@ from tests.ranks import DEVICE as REAL_DEVICE
 from tests.ranks import RankPool
 from tests.simulated.device import DEVICE, SimulatedDevice, simulated_device
 from tests.simulated.graphs import SimulatedGraph
+from tests.simulated.memory import FreedMemory
 from tests.simulated.models import BF16, Skips, adamw, sharded, two_axes
+from tests.simulated.pairs import parametrize_pairs
 from tests.simulated.ranks import fake_ranks
 from tests.simulated.streams import CaptureError
 from tests.slow import all_but_slow
@@ -25,7 +28,7 @@ from tests.slow import all_but_slow
 pytestmark = [
     pytest.mark.skipif(REAL_DEVICE == "cuda", reason="computes on CPU tensors"),
 ]
-STEPS, MICRO_BATCHES, WARM_UP = 6, 2, 2
+STEPS, MICRO_BATCHES, WARM_UP = 4, 2, 2
 Optimizers = Callable[[Any], torch.optim.Optimizer]
 
 
@@ -127,9 +130,7 @@ def test_bf16(ranks: RankPool, strategy: str) -> None:
 FORMATS = ("tensor", "delayed", "32x32", "mx", "nvfp4")
 
 
-@pytest.mark.parametrize("loop", ["step outside", "step inside"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("format", all_but_slow(FORMATS, "delayed"))
+@parametrize_pairs(format=all_but_slow(FORMATS, "delayed"), strategy=STRATEGIES, loop=["step outside", "step inside"])
 def test_quantized_weights(ranks: RankPool, format: str, strategy: str, loop: str) -> None:
     ranks.run(2, _equal, {"zero_dp_strategy": strategy, "format": format}, LOOPS[loop])
 
@@ -236,6 +237,44 @@ def test_a_replaced_gradient_raises(ranks: RankPool) -> None:
     ranks.run(1, _replaced)
 
 
+def _drops_persistent(clear: Callable[..., None]) -> Callable[..., None]:
+    """Gradients get other memory in the next step, as they do without a graph."""
+
+    def version(group: ParameterGroup, set_to_none: bool = True) -> None:
+        clear(group, set_to_none)
+        group._persistent = None
+        for param in group.params:
+            param.main.grad = None
+
+    return version
+
+
+def _replays_with(drops: bool) -> None:
+    clear = ParameterGroup.clear_gradients
+    with fake_ranks(4), simulated_device() as sim, contextlib.ExitStack() as stack:
+        model, optimizer = _sharded()
+        data = batches(1, 1)[0].to(DEVICE)
+        for _ in range(WARM_UP):
+            _backward(model, data)
+            optimizer.step()
+            optimizer.zero_grad()
+        graph = SimulatedGraph(sim)
+        with graph.capture():
+            _backward(model, data)
+        if drops:
+            stack.enter_context(patch.object(ParameterGroup, "clear_gradients", _drops_persistent(clear)))
+        graph.replay()
+        optimizer.step()
+        optimizer.zero_grad()
+        with pytest.raises(FreedMemory, match="a replay uses memory") if drops else contextlib.nullcontext():
+            graph.replay()
+
+
+@pytest.mark.parametrize("drops", [True, False])
+def test_memory_that_a_graph_needs_and_the_engine_frees_is_found(ranks: RankPool, drops: bool) -> None:
+    ranks.run(1, _replays_with, drops)
+
+
 # The rules of captures -------------------------------------------------------------------------------------------
 
 
@@ -295,6 +334,28 @@ def test_a_replay_reads_new_data_at_the_same_address() -> None:
         data.fill_(5.0)
         graph.replay()
         assert result.cpu().tolist() == [11.0] * 3
+
+
+def test_a_capture_has_memory_of_its_own() -> None:
+    """Without it, what is allocated after the capture would be written by replays."""
+    with simulated_device() as sim:
+        with SimulatedGraph(sim).capture():
+            inside = torch.empty(4, device=DEVICE)
+            own = sim.memory.bytes_of(inside)
+            del inside
+            assert sim.memory.bytes_of(torch.empty(4, device=DEVICE)) == own
+        assert sim.memory.bytes_of(torch.empty(4, device=DEVICE)) != own
+
+
+def test_a_replay_of_freed_memory_raises() -> None:
+    with simulated_device() as sim:
+        data, graph = torch.ones(3, device=DEVICE), SimulatedGraph(sim)
+        with graph.capture():
+            data.add_(1)
+        graph.replay()
+        del data
+        with pytest.raises(FreedMemory, match="before the capture"):
+            graph.replay()
 
 
 def test_a_capture_runs_nothing() -> None:
