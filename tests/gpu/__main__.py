@@ -48,11 +48,12 @@ CHECKS = {
     "sanitizer": Check("one_rank:sanitizer", 120, {"TORCH_CUDA_SANITIZER": "1"}),
     "waits": Check("one_rank:host_waits", 60),
     "memory": Check("one_rank:memory", 60),
+    "rules": Check("rules:on_device", 60),
     "megatron": Check("megatron_loop:compare", 300),
     "speed": Check("megatron_loop:speed", 180),
     "gloo": Check("several_ranks:over_gloo", 120),
     "probe": Check("several_ranks:probe_nccl", 60, LOOPBACK),
-    "parity": Check("unit_tests:all_of_them", 300),
+    "parity": Check("unit_tests:all_of_them", 240),
     "nccl": Check("several_ranks:over_nccl", 120, LOOPBACK),
 }
 

@@ -8,18 +8,21 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from tests.gpu import __main__ as driver
 from tests.gpu.megatron_loop import RUNS, summary
+from tests.gpu.rules import RULES, follow
 from tests.gpu.unit_tests import read_report
 from tests.gpu.verdict import Setup, Verdict, judge
 from tests.ranks import DEVICE, ROOT
+from tests.simulated.streams import Timeline
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="a dry run")
-SHORT = ["waits", "sanitizer", "memory", "probe", "gloo", "unit", "nccl"]
+SHORT = ["waits", "sanitizer", "memory", "rules", "probe", "gloo", "unit", "nccl"]
 LONG = ["parity"]
 
 
@@ -49,6 +52,20 @@ def test_the_page_lists_the_checks_and_their_limits() -> None:
     page = (ROOT / "CONTRIBUTING.md").read_text().partition("| check | shows | seconds |\n|---|---|---|\n")[2]
     rows = [line.strip("| ").split(" | ") for line in page.partition("\n\n")[0].splitlines()]
     assert [(row[0].strip("`"), float(row[-1])) for row in rows] == [(n, c.seconds) for n, c in driver.CHECKS.items()]
+
+
+def test_every_rule_of_the_simulated_device_has_a_program() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text().partition("| rule | source |\n|---|---|\n")[2]
+    rules = [line.split(" | ")[0] for line in page.partition("\n\n")[0].splitlines()]
+    assert all(any(name in rule for name in RULES) for rule in rules), "a rule has no program"
+    assert all(any(name in rule for rule in rules) for name in RULES), "a program has no rule"
+
+
+def test_a_device_that_breaks_a_rule_fails() -> None:
+    rule = "`torch.cuda.graph` first waits for the device"
+    follow(rule, on_cuda=False)
+    with patch.object(Timeline, "synchronize", lambda *_: None), pytest.raises(AssertionError):
+        follow(rule, on_cuda=False)
 
 
 def test_a_check_that_takes_too_long_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
