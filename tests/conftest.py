@@ -1,5 +1,6 @@
 """Fixtures that all tests share, and the record of results that docs/status.md is made of."""
 
+import inspect
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,6 +56,17 @@ def pytest_configure(config: pytest.Config) -> None:
     path: Path | None = config.getoption(RESULTS)
     if path is not None and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Record(path))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that ``on_ranks`` decorates on ranks."""
+    mark = pyfuncitem.get_closest_marker("on_ranks")
+    if mark is not None:
+        given = pyfuncitem.funcargs
+        arguments = [given[name] for name in inspect.signature(pyfuncitem.obj).parameters]
+        given["ranks"].run(*mark.args, pyfuncitem.obj, *arguments)
+    return None if mark is None else True
 
 
 def pytest_report_header() -> list[str]:

@@ -144,6 +144,11 @@ class RankPool:
         self._ranks.clear()
 
 
+def on_ranks(count: int) -> Callable[..., Any]:
+    """Decorate a test: its body runs on this many ranks, with the values of its parameters and fixtures."""
+    return lambda test: pytest.mark.on_ranks(count)(pytest.mark.usefixtures("ranks")(test))
+
+
 def _report(rank: int, error: Error, output: list[str]) -> str:
     said = "".join(f"\n    {line}" for line in output[-LINES_OF_OUTPUT:]) or " none"
     return f"rank {rank}: {error.text.rstrip()}\nrank {rank}'s last output:{said}"

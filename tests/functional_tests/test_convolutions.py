@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megatron_fsdp import MegatronFSDP, fully_shard
 from tests.models import assert_same_training, device, main_weights
-from tests.ranks import RankPool
+from tests.ranks import RankPool, on_ranks
 
 STEPS = 10
 CLASSES = 5
@@ -126,16 +126,14 @@ def test_parity_with_ddp(ranks: RankPool) -> None:
     assert not torch.equal(first["stem.1.running_mean"], second["stem.1.running_mean"]), "statistics are per rank"
 
 
-def _channels_last() -> None:
+@on_ranks(2)
+def test_parity_with_ddp_in_channels_last() -> None:
     # Unsharded weights are contiguous and DDP's are not, so convolutions may add in different orders.
     _train_both(torch.channels_last, 1e-4)
 
 
-def test_parity_with_ddp_in_channels_last(ranks: RankPool) -> None:
-    ranks.run(2, _channels_last)
-
-
-def _parity_with_fixed_statistics() -> None:
+@on_ranks(2)
+def test_parity_with_one_process_with_fixed_statistics() -> None:
     model = Network()
     train(model, sgd(model.parameters()), images(1)[:, 0].cpu())
     model.eval()  # normalizes by the running statistics, so ranks compute the same as one process
@@ -146,7 +144,3 @@ def _parity_with_fixed_statistics() -> None:
     data = images(2 * dist.get_world_size())[:3]
     sharded = assert_same_training(model, data, sgd, loss_of, fsdp_unit_modules=[Residual])
     assert_same({name: value.cpu() for name, value in sharded.module.named_buffers()}, buffers, tolerance=0.0)
-
-
-def test_parity_with_one_process_with_fixed_statistics(ranks: RankPool) -> None:
-    ranks.run(2, _parity_with_fixed_statistics)

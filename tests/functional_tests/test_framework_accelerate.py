@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from megatron_fsdp import fully_shard_model
 from tests.huggingface_training import fresh_process, llama, samples
-from tests.ranks import ROOT, RankPool
+from tests.ranks import ROOT, RankPool, on_ranks
 
 pytest.importorskip("accelerate")
 # Batches of an epoch, and how many of them one step accumulates: the last step of an epoch has fewer.
@@ -174,11 +174,12 @@ def test_resuming_on_other_numbers_of_ranks(ranks: RankPool, tmp_path: Path) -> 
         torch.testing.assert_close(found[1], weights, rtol=1e-3, atol=2e-5)
 
 
-def unfinished(folder: Path) -> None:
+@on_ranks(2)
+def test_state_of_a_killed_save(tmp_path: Path) -> None:
     """A save that was killed before its shards were complete leaves the earlier one, and is not loaded itself."""
     from accelerate.utils import ProjectConfiguration
 
-    naming = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True)
+    naming = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
     # With ZeRO-1, compute weights stay on every rank: loading has to replace them, too.
     loop = Loop(1, project_config=naming).epochs(0)
     loop.accelerator.save_state()
@@ -187,19 +188,15 @@ def unfinished(folder: Path) -> None:
     logits = loop.model(input_ids=tokens).logits.detach()
     loop.epochs(1).accelerator.save_state()
     dist.barrier()
-    (folder / "checkpoints" / "checkpoint_1" / "megatron_fsdp" / ".metadata").unlink(missing_ok=True)
+    (tmp_path / "checkpoints" / "checkpoint_1" / "megatron_fsdp" / ".metadata").unlink(missing_ok=True)
     dist.barrier()
     before = loop.weights()
     with pytest.raises(Exception, match="checkpoint_1"):
         loop.accelerator.load_state()
     assert all(torch.equal(loop.weights()[name], value) for name, value in before.items())
-    loop.accelerator.load_state(str(folder / "checkpoints" / "checkpoint_0"))
+    loop.accelerator.load_state(str(tmp_path / "checkpoints" / "checkpoint_0"))
     assert all(torch.equal(loop.weights()[name], value) for name, value in expected.items())
     assert torch.equal(loop.model(input_ids=tokens).logits, logits)
-
-
-def test_state_of_a_killed_save(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(2, unfinished, tmp_path)
 
 
 def hooked(folder: Path, strategy: int | None) -> tuple[list[int], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -233,29 +230,27 @@ def test_hooks_save_and_load_models(ranks: RankPool, tmp_path: Path) -> None:
             assert all(torch.equal(value, before[name.removeprefix("module.")]) for name, value in after.items())
 
 
-def other_optimizers(folder: Path) -> None:
+@on_ranks(2)
+def test_a_different_optimizer(tmp_path: Path) -> None:
     from megatron.fsdp.checkpoint import loading
 
-    Loop(3).epochs(0).accelerator.save_state(str(folder))
+    Loop(3).epochs(0).accelerator.save_state(str(tmp_path))
     loop = Loop(3)
     next(iter(loop.model.parameters())).requires_grad_(False)
     loop.optimizer.param_groups[0]["added"] = 1
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loading.logger, "warning", warning := Mock())
-        loop.accelerator.load_state(str(folder))
+        loop.accelerator.load_state(str(tmp_path))
     assert "added" not in loop.optimizer.param_groups[0]
     # The state of the frozen parameter.
     assert "3 keys unexpected:\n  optimizer_0.state.0." in str(warning.call_args.args[-1])
     loop.optimizer.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
     with pytest.raises(RuntimeError, match="expected 2 parameter groups, .* different number of parameter groups, 1"):
-        loop.accelerator.load_state(str(folder))
+        loop.accelerator.load_state(str(tmp_path))
 
 
-def test_a_different_optimizer(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(2, other_optimizers, tmp_path)
-
-
-def saves_models(folder: Path) -> None:
+@on_ranks(2)
+def test_whole_models_are_saved(tmp_path: Path) -> None:
     from safetensors.torch import load_model
     from transformers import LlamaForCausalLM
 
@@ -265,31 +260,28 @@ def saves_models(folder: Path) -> None:
     assert bool(whole) == accelerator.is_main_process
     # As accelerate's documentation has it.
     accelerator.unwrap_model(loop.model).save_pretrained(
-        folder / "pretrained",
+        tmp_path / "pretrained",
         is_main_process=accelerator.is_main_process,
         save_function=accelerator.save,
         state_dict=whole,
     )
-    accelerator.save_model(loop.model, folder / "model")
+    accelerator.save_model(loop.model, tmp_path / "model")
     # Without a state dict, the model's own method gathers one.
-    accelerator.unwrap_model(loop.model).save_pretrained(folder / "gathered")
-    accelerator.unwrap_model(loop.model).save_pretrained(folder / "variant", variant="other")
+    accelerator.unwrap_model(loop.model).save_pretrained(tmp_path / "gathered")
+    accelerator.unwrap_model(loop.model).save_pretrained(tmp_path / "variant", variant="other")
     accelerator.wait_for_everyone()
-    assert [path.name for path in (folder / "variant").glob("*.safetensors")] == ["model.other.safetensors"]
+    assert [path.name for path in (tmp_path / "variant").glob("*.safetensors")] == ["model.other.safetensors"]
     for name in ("pretrained", "model", "gathered"):
-        assert [path.name for path in (folder / name).glob("*.safetensors")] == ["model.safetensors"]
-    pretrained, other = LlamaForCausalLM.from_pretrained(folder / "pretrained"), llama(7)
-    load_model(other, folder / "model" / "model.safetensors")
+        assert [path.name for path in (tmp_path / name).glob("*.safetensors")] == ["model.safetensors"]
+    pretrained, other = LlamaForCausalLM.from_pretrained(tmp_path / "pretrained"), llama(7)
+    load_model(other, tmp_path / "model" / "model.safetensors")
     for model in (pretrained, other):
         assert model.lm_head.weight is model.model.embed_tokens.weight
         assert all(torch.equal(parameter, weights[name]) for name, parameter in model.named_parameters())
 
 
-def test_whole_models_are_saved(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(2, saves_models, tmp_path)
-
-
-def wraps_once() -> None:
+@on_ranks(2)
+def test_prepare_wraps_once() -> None:
     from megatron_fsdp import MegatronFSDP, fully_shard
 
     loop = Loop(2)
@@ -332,11 +324,24 @@ def wraps_once() -> None:
     assert accelerator.prepare(accelerator.unwrap_model(model)) is model and accelerator._models == [model]
 
 
-def test_prepare_wraps_once(ranks: RankPool) -> None:
-    ranks.run(2, wraps_once)
+# Some models list their embeddings as well, which may be tied to the head.
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["bert", pytest.param("t5", marks=pytest.mark.slow)])
+def test_units_are_found(name: str) -> None:
+    from megatron_fsdp import unit_classes
+    from tests.functional_tests.test_transformers import LOSSES, MODELS, adamw, batches, build, language_loss
+    from tests.models import assert_same_training
+
+    model, _ = build(name)
+    found = unit_classes(model)
+    assert set(found) >= set(MODELS[name].units)
+    assert_same_training(
+        model, batches(), adamw, LOSSES.get(name, language_loss), tolerance=1e-5, fsdp_unit_modules=found
+    )
 
 
-def rejected() -> None:
+@on_ranks(2)
+def test_what_does_not_work_raises_an_error() -> None:
     from accelerate import Accelerator
     from accelerate.utils import ProjectConfiguration
     from torch.nn.parallel import DistributedDataParallel
@@ -366,29 +371,6 @@ def rejected() -> None:
             build()
     with pytest.raises(NotImplementedError, match="even_batches"):
         FSDPAccelerator(cpu=True).join_uneven_inputs([])
-
-
-def automatic_units(name: str) -> None:
-    from megatron_fsdp import unit_classes
-    from tests.functional_tests.test_transformers import LOSSES, MODELS, adamw, batches, build, language_loss
-    from tests.models import assert_same_training
-
-    model, _ = build(name)
-    found = unit_classes(model)
-    assert set(found) >= set(MODELS[name].units)
-    assert_same_training(
-        model, batches(), adamw, LOSSES.get(name, language_loss), tolerance=1e-5, fsdp_unit_modules=found
-    )
-
-
-# Some models list their embeddings as well, which may be tied to the head.
-@pytest.mark.parametrize("name", ["bert", pytest.param("t5", marks=pytest.mark.slow)])
-def test_units_are_found(ranks: RankPool, name: str) -> None:
-    ranks.run(2, automatic_units, name)
-
-
-def test_what_does_not_work_raises_an_error(ranks: RankPool) -> None:
-    ranks.run(2, rejected)
 
 
 def test_the_page_translates_every_key_of_fsdp_config() -> None:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from megatron_fsdp import MegatronFSDP
-from tests.ranks import RankPool
+from tests.ranks import RankPool, on_ranks
 
 pytest.importorskip("lightning")
 
@@ -43,7 +43,9 @@ def test_trains_as_with_ddp(ranks: RankPool, tmp_path: Path, settings: str) -> N
     ranks.run(2, _compare, tmp_path, SETTINGS[settings])
 
 
-def _trains_two_networks(folder: Path, zero: int) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("zero", [1, 3])
+def test_manual_optimization_of_two_networks(tmp_path: Path, zero: int) -> None:
     import lightning as L
     from lightning.pytorch.strategies import DDPStrategy
 
@@ -77,14 +79,9 @@ def _trains_two_networks(folder: Path, zero: int) -> None:
     results = []
     for strategy in (DDPStrategy(find_unused_parameters=True), m.sharded(zero_dp_strategy=zero)):
         net = Networks()
-        m.trainer(strategy, 2, folder).fit(net, m.loader(2, 16))
+        m.trainer(strategy, 2, tmp_path).fit(net, m.loader(2, 16))
         results.append((net.losses, m.full(net.state_dict())))
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("zero", [1, 3])
-def test_manual_optimization_of_two_networks(ranks: RankPool, tmp_path: Path, zero: int) -> None:
-    ranks.run(2, _trains_two_networks, tmp_path, zero)
 
 
 def _save(folder: Path, full: bool) -> tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -136,12 +133,13 @@ def _load_only(folder: Path, path: Path, ranks: int, weights: dict, moments: dic
     assert state.keys() == moments.keys() and all(torch.equal(state[name], value) for name, value in moments.items())
 
 
-def _replace(folder: Path) -> None:
+@on_ranks(2)
+def test_a_save_that_fails_leaves_the_earlier_checkpoint(tmp_path: Path) -> None:
     from megatron.fsdp.integrations import lightning_strategy
     from tests import lightning_models as m
 
-    run, _ = m.fit(m.sharded(), 2, folder)
-    path = folder / "epoch=1.ckpt"
+    run, _ = m.fit(m.sharded(), 2, tmp_path)
+    path = tmp_path / "epoch=1.ckpt"
     files = {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
     dist.barrier()
     with pytest.MonkeyPatch.context() as patch:
@@ -152,54 +150,67 @@ def _replace(folder: Path) -> None:
     dist.barrier()
     run.save_checkpoint(path)
     run.save_checkpoint(path)
-    assert sorted(entry.name for entry in folder.iterdir() if "ckpt" in entry.name) == ["epoch=0.ckpt", "epoch=1.ckpt"]
-    (folder / "mine").mkdir(exist_ok=True)
-    (folder / "mine" / "notes.txt").touch()
+    assert sorted(entry.name for entry in tmp_path.iterdir() if "ckpt" in entry.name) == [
+        "epoch=0.ckpt",
+        "epoch=1.ckpt",
+    ]
+    (tmp_path / "mine").mkdir(exist_ok=True)
+    (tmp_path / "mine" / "notes.txt").touch()
     with pytest.raises(ValueError, match="earlier checkpoint"):
-        run.save_checkpoint(folder / "mine")
+        run.save_checkpoint(tmp_path / "mine")
 
 
-def test_a_save_that_fails_leaves_the_earlier_checkpoint(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(2, _replace, tmp_path)
-
-
-def _full_file(folder: Path) -> None:
+@on_ranks(2)
+def test_a_file_with_full_tensors_goes_to_and_from_ddp(tmp_path: Path) -> None:
     from tests import lightning_models as m
 
-    run, net = m.fit(m.sharded(save_distributed_checkpoint=False), 2, folder)
-    path = folder / "epoch=0.ckpt"
+    run, net = m.fit(m.sharded(save_distributed_checkpoint=False), 2, tmp_path)
+    path = tmp_path / "epoch=0.ckpt"
     # A plain model, and Lightning's own DDP, take the file.
-    loaded = m.Net.load_from_checkpoint(folder / "epoch=1.ckpt")
+    loaded = m.Net.load_from_checkpoint(tmp_path / "epoch=1.ckpt")
     assert loaded.hparams.lr == 1e-2
     for name, value in m.full(net.state_dict()).items():
         assert torch.equal(value, loaded.state_dict()[name])
-    _, by_ddp = m.fit("ddp", 2, folder / "ddp", path)
+    _, by_ddp = m.fit("ddp", 2, tmp_path / "ddp", path)
     torch.testing.assert_close(by_ddp.losses, net.losses[6:], rtol=1e-5, atol=1e-5)
     # The other way round: a sharded model takes DDP's file.
-    run.save_checkpoint(folder / "weights.ckpt", weights_only=True)
-    m.fit("ddp", 2, folder / "from", max_epochs=1)
-    _, by_fsdp = m.fit(m.sharded(), 2, folder / "to", folder / "from" / "epoch=0.ckpt")
+    run.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+    m.fit("ddp", 2, tmp_path / "from", max_epochs=1)
+    _, by_fsdp = m.fit(m.sharded(), 2, tmp_path / "to", tmp_path / "from" / "epoch=0.ckpt")
     torch.testing.assert_close(by_fsdp.losses, net.losses[6:], rtol=1e-5, atol=1e-5)
     with pytest.raises(KeyError, match="contains only the model"):
-        m.fit(m.sharded(), 2, folder / "none", folder / "weights.ckpt")
+        m.fit(m.sharded(), 2, tmp_path / "none", tmp_path / "weights.ckpt")
 
 
-def test_a_file_with_full_tensors_goes_to_and_from_ddp(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(2, _full_file, tmp_path)
-
-
-def _without_fit(folder: Path) -> None:
+@on_ranks(2)
+def test_fit_twice(tmp_path: Path) -> None:
     from tests import lightning_models as m
 
-    run, net = m.fit(m.sharded(), 2, folder)
+    losses = []
+    for strategy in ("ddp", m.sharded(zero_dp_strategy=1), m.sharded()):
+        run, net = m.fit(strategy, 2, tmp_path, max_epochs=1)
+        run.fit_loop.max_epochs = 2
+        run.fit(net, m.loader(2))
+        # Another Trainer trains the same model.
+        m.trainer(m.sharded() if strategy != "ddp" else "ddp", 2, tmp_path, max_epochs=1).fit(net, m.loader(2))
+        losses.append(net.losses)
+    assert len(losses[0]) == 18
+    torch.testing.assert_close(losses[1:], losses[:1] * 2, rtol=1e-5, atol=1e-5)
+
+
+@on_ranks(2)
+def test_validate_test_and_predict_alone(tmp_path: Path) -> None:
+    from tests import lightning_models as m
+
+    run, net = m.fit(m.sharded(), 2, tmp_path)
     logged = run.validate(net, m.loader(2, 16), verbose=False)
-    path = folder / "epoch=1.ckpt"
+    path = tmp_path / "epoch=1.ckpt"
     for full in (False, True):
         run.strategy._save_distributed_checkpoint = not full
-        run.save_checkpoint(folder / f"weights {full}", weights_only=True)
+        run.save_checkpoint(tmp_path / f"weights {full}", weights_only=True)
     predictions = run.predict(net, m.loader(2, 16))
-    for checkpoint in (path, folder / "weights False", folder / "weights True"):
-        other, fresh = m.trainer(m.sharded(), 2, folder / "new"), m.Net()
+    for checkpoint in (path, tmp_path / "weights False", tmp_path / "weights True"):
+        other, fresh = m.trainer(m.sharded(), 2, tmp_path / "new"), m.Net()
         assert other.validate(fresh, m.loader(2, 16), checkpoint, verbose=False) == logged
         assert other.test(fresh, m.loader(2, 16), checkpoint, verbose=False) == logged
         for one, two in zip(other.predict(fresh, m.loader(2, 16), ckpt_path=checkpoint), predictions, strict=True):
@@ -208,54 +219,29 @@ def _without_fit(folder: Path) -> None:
     assert run.strategy.reduce(torch.tensor(float(run.global_rank)), reduce_op="sum") == 1
 
 
-def _fit_twice(folder: Path) -> None:
-    from tests import lightning_models as m
-
-    losses = []
-    for strategy in ("ddp", m.sharded(zero_dp_strategy=1), m.sharded()):
-        run, net = m.fit(strategy, 2, folder, max_epochs=1)
-        run.fit_loop.max_epochs = 2
-        run.fit(net, m.loader(2))
-        # Another Trainer trains the same model.
-        m.trainer(m.sharded() if strategy != "ddp" else "ddp", 2, folder, max_epochs=1).fit(net, m.loader(2))
-        losses.append(net.losses)
-    assert len(losses[0]) == 18
-    torch.testing.assert_close(losses[1:], losses[:1] * 2, rtol=1e-5, atol=1e-5)
-
-
-def test_fit_twice(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(2, _fit_twice, tmp_path)
-
-
-def test_validate_test_and_predict_alone(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(2, _without_fit, tmp_path)
-
-
-def _average(folder: Path) -> None:
+@on_ranks(2)
+def test_weight_averaging(tmp_path: Path) -> None:
     from lightning.pytorch.callbacks import EMAWeightAveraging
 
     from tests import lightning_models as m
 
     results = []
     for strategy, name in (("ddp", "ddp"), (m.sharded(zero_dp_strategy=1), "1"), (m.sharded(), "3")):
-        run, net = m.fit(strategy, 2, folder / name, callbacks=[EMAWeightAveraging(decay=0.5)])
+        run, net = m.fit(strategy, 2, tmp_path / name, callbacks=[EMAWeightAveraging(decay=0.5)])
         results.append((net.losses, run.callback_metrics["val"].item(), m.full(net.state_dict())))
     expected, *others = results
     for result in others:
         torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
     _, net = m.fit(
-        m.sharded(), 2, folder / "resumed", folder / "3" / "epoch=0.ckpt", callbacks=[EMAWeightAveraging(decay=0.5)]
+        m.sharded(), 2, tmp_path / "resumed", tmp_path / "3" / "epoch=0.ckpt", callbacks=[EMAWeightAveraging(decay=0.5)]
     )
     assert net.losses == results[-1][0][6:]
     for name, value in m.full(net.state_dict()).items():
         assert torch.equal(value, results[-1][2][name]), name
 
 
-def test_weight_averaging(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(2, _average, tmp_path)
-
-
-def _configure_model(folder: Path) -> None:
+@on_ranks(2)
+def test_layers_made_in_configure_model_on_the_meta_device(tmp_path: Path) -> None:
     from tests import lightning_models as m
 
     class Deferred(m.Net):
@@ -269,20 +255,17 @@ def _configure_model(folder: Path) -> None:
                     self.blocks = nn.Sequential(m.Block(), m.Block())
 
     net = Deferred()
-    m.trainer(m.sharded(), 2, folder).fit(net, m.loader(2))
+    m.trainer(m.sharded(), 2, tmp_path).fit(net, m.loader(2))
     assert len(net.losses) == 12 and sum(net.losses[6:]) < sum(net.losses[:6])
     weights = m.full(net.state_dict())
     other = Deferred()
-    run = m.trainer(m.sharded(), 2, folder / "other", max_epochs=2)
-    run.fit(other, m.loader(2), ckpt_path=folder / "epoch=1.ckpt")
+    run = m.trainer(m.sharded(), 2, tmp_path / "other", max_epochs=2)
+    run.fit(other, m.loader(2), ckpt_path=tmp_path / "epoch=1.ckpt")
     assert all(torch.equal(value, weights[name]) for name, value in m.full(other.state_dict()).items())
 
 
-def test_layers_made_in_configure_model_on_the_meta_device(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(2, _configure_model, tmp_path)
-
-
-def _mistakes(folder: Path) -> None:
+@on_ranks(2)
+def test_mistakes(tmp_path: Path) -> None:
     from lightning.pytorch.callbacks import StochasticWeightAveraging
 
     from tests import lightning_models as m
@@ -292,20 +275,16 @@ def _mistakes(folder: Path) -> None:
     with pytest.raises(TypeError, match="device_mesh: the strategy sets it"):
         m.sharded(device_mesh=None)
     with pytest.raises(ValueError, match="divide the 2 ranks; got 3"):
-        m.fit(m.sharded(replicas=3), 2, folder)
+        m.fit(m.sharded(replicas=3), 2, tmp_path)
     with pytest.raises(ValueError, match="16-mixed"):
-        m.fit(m.sharded(), 2, folder, precision="16-mixed")
+        m.fit(m.sharded(), 2, tmp_path, precision="16-mixed")
     with pytest.raises(NotImplementedError, match="EMAWeightAveraging"):
-        m.fit(m.sharded(), 2, folder, callbacks=[StochasticWeightAveraging(1e-2)])
+        m.fit(m.sharded(), 2, tmp_path, callbacks=[StochasticWeightAveraging(1e-2)])
     with pytest.raises(ValueError, match="Expected the path of a checkpoint"):
-        m.fit(m.sharded(), 2, folder, folder)
-    run, net = m.fit(m.sharded(), 2, folder, max_epochs=1)
+        m.fit(m.sharded(), 2, tmp_path, tmp_path)
+    run, net = m.fit(m.sharded(), 2, tmp_path, max_epochs=1)
     with pytest.raises(TypeError, match="storage_options"):
-        run.save_checkpoint(folder / "x", storage_options={})
-
-
-def test_mistakes(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(2, _mistakes, tmp_path)
+        run.save_checkpoint(tmp_path / "x", storage_options={})
 
 
 def _other_import_name(folder: Path) -> None:
@@ -347,33 +326,27 @@ def test_pytorch_lightning_as_import_name(ranks: RankPool, tmp_path: Path) -> No
     ranks.run(2, _other_import_name, tmp_path)
 
 
-def _replicas(folder: Path) -> None:
+@on_ranks(4)
+@pytest.mark.slow
+def test_replicas(tmp_path: Path) -> None:
     from tests import lightning_models as m
 
-    _, expected = m.fit("ddp", 4, folder / "ddp", gradient_clip_val=0.05)
-    _, net = m.fit(m.sharded(replicas=2), 4, folder / "hsdp", gradient_clip_val=0.05)
+    _, expected = m.fit("ddp", 4, tmp_path / "ddp", gradient_clip_val=0.05)
+    _, net = m.fit(m.sharded(replicas=2), 4, tmp_path / "hsdp", gradient_clip_val=0.05)
     torch.testing.assert_close(net.losses, expected.losses, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.slow
-def test_replicas(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(4, _replicas, tmp_path)
-
-
-def _mixed(folder: Path) -> None:
+@on_ranks(2)
+def test_bf16_mixed_computes_in_bf16_and_updates_fp32_weights(tmp_path: Path) -> None:
     from tests import lightning_models as m
 
-    _, expected = m.fit("ddp", 2, folder / "ddp", precision="32-true")
-    _, net = m.fit(m.sharded(), 2, folder / "mixed", precision="bf16-mixed")
+    _, expected = m.fit("ddp", 2, tmp_path / "ddp", precision="32-true")
+    _, net = m.fit(m.sharded(), 2, tmp_path / "mixed", precision="bf16-mixed")
     assert net.losses != expected.losses
     torch.testing.assert_close(net.losses, expected.losses, rtol=0.05, atol=0.02)
     assert {p.dtype for p in net.parameters()} == {torch.float32}
     groups = net.__dict__["_megatron_fsdp_sharded"].engine.groups
     assert {(g.dtypes.compute, g.dtypes.grad_comm) for g in groups} == {(torch.bfloat16, torch.float32)}
-
-
-def test_bf16_mixed_computes_in_bf16_and_updates_fp32_weights(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(2, _mixed, tmp_path)
 
 
 def _adds_to_checkpoints(folder: Path, ranks: int, path: Path | None = None) -> list[Any]:
@@ -443,7 +416,8 @@ def test_state_of_callbacks_and_hooks(ranks: RankPool, tmp_path: Path) -> None:
             torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-def _finds_a_rate(folder: Path) -> None:
+@on_ranks(2)
+def test_options_that_a_checkpoint_lacks(tmp_path: Path) -> None:
     """Lightning saves without a scheduler's options, and loads into an optimizer that has them."""
     from lightning.pytorch.tuner import Tuner
 
@@ -457,21 +431,18 @@ def _finds_a_rate(folder: Path) -> None:
 
     losses = []
     for strategy in ("ddp", "fsdp"):
-        run, net = m.trainer("ddp" if strategy == "ddp" else m.sharded(), 2, folder / strategy), Without()
+        run, net = m.trainer("ddp" if strategy == "ddp" else m.sharded(), 2, tmp_path / strategy), Without()
         found = Tuner(run).lr_find(net, m.loader(2), num_training=6, update_attr=False)
         run.fit(net, m.loader(2))
-        path = folder / strategy / "epoch=0.ckpt"
-        _, resumed = m.fit("ddp" if strategy == "ddp" else m.sharded(), 2, folder / strategy / "with", path)
+        path = tmp_path / strategy / "epoch=0.ckpt"
+        _, resumed = m.fit("ddp" if strategy == "ddp" else m.sharded(), 2, tmp_path / strategy / "with", path)
         losses.append([*found.results["loss"], *net.losses, *resumed.losses])
     assert len(losses[0]) > 18
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-5)
 
 
-def test_options_that_a_checkpoint_lacks(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(2, _finds_a_rate, tmp_path)
-
-
-def _more_groups(folder: Path) -> None:
+@on_ranks(2)
+def test_a_different_number_of_parameter_groups(tmp_path: Path) -> None:
     from tests import lightning_models as m
 
     class Two(m.Net):
@@ -483,17 +454,14 @@ def _more_groups(folder: Path) -> None:
             return torch.optim.AdamW(self.head.parameters())
 
     for saving, loading in ((Two, One), (One, Two)):
-        path = folder / saving.__name__
+        path = tmp_path / saving.__name__
         m.trainer(m.sharded(), 2, path, max_epochs=1).fit(saving(), m.loader(2))
         with pytest.raises(RuntimeError, match="different number of parameter groups"):
             m.trainer(m.sharded(), 2, path / "other").fit(loading(), m.loader(2), ckpt_path=path / "epoch=0.ckpt")
 
 
-def test_a_different_number_of_parameter_groups(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(2, _more_groups, tmp_path)
-
-
-def _norms(folder: Path) -> None:
+@on_ranks(2)
+def test_grad_norm(tmp_path: Path) -> None:
     from lightning.pytorch.utilities import grad_norm
 
     from tests import lightning_models as m
@@ -507,11 +475,7 @@ def _norms(folder: Path) -> None:
     found = []
     for strategy in ("ddp", m.sharded(zero_dp_strategy=1), m.sharded()):
         net = Net()
-        m.trainer(strategy, 2, folder, max_epochs=1).fit(net, m.loader(2))
+        m.trainer(strategy, 2, tmp_path, max_epochs=1).fit(net, m.loader(2))
         found.append(net.losses)
     assert len(found[0]) == 6 * (1 + len(list(net.parameters())) + 1)
     torch.testing.assert_close(found[1:], found[:1] * 2, rtol=1e-5, atol=1e-5)
-
-
-def test_grad_norm(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(2, _norms, tmp_path)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.launch import ROOT, printed, python, torchrun
-from tests.ranks import RankPool
+from tests.ranks import RankPool, on_ranks
 
 FOLDER = ROOT / "examples" / "frameworks"
 
@@ -73,7 +73,8 @@ def test_ranks_generate_independently_and_training_goes_on(ranks: RankPool, zero
     ranks.run(2, _generate, zero)
 
 
-def _double_buffer() -> None:
+@on_ranks(2)
+def test_units_that_share_a_buffer_cannot_all_be_unsharded() -> None:
     from megatron_fsdp import fully_shard_model
 
     model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4)) for _ in range(4)))
@@ -81,10 +82,6 @@ def _double_buffer() -> None:
     with pytest.raises(RuntimeError, match="fsdp_double_buffer"), sharded.unsharded():
         pass
     sharded(torch.ones(1, 4)).sum().backward()  # the model is still usable
-
-
-def test_units_that_share_a_buffer_cannot_all_be_unsharded(ranks: RankPool) -> None:
-    ranks.run(2, _double_buffer)
 
 
 # The examples --------------------------------------------------------------------------------------------------

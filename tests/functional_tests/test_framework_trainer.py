@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.huggingface_training import arguments, fresh_process, history, llama, samples
-from tests.ranks import RankPool
+from tests.ranks import RankPool, on_ranks
 
 pytest.importorskip("transformers")
 STEPS = 6
@@ -106,7 +106,8 @@ def test_resumed_training_is_bit_equal(ranks: RankPool, tmp_path: Path, strategy
         assert all(torch.equal(weights[name], value) for name, value in expected_weights.items())
 
 
-def save_and_load_best(folder: Path) -> None:
+@on_ranks(2)
+def test_best_model_and_saved_model(tmp_path: Path) -> None:
     """The model gets worse after some steps; ranks generate; the best model is loaded and saved as a usual folder."""
     from safetensors.torch import load_file
     from transformers import LlamaForCausalLM, TrainerCallback
@@ -128,12 +129,12 @@ def save_and_load_best(folder: Path) -> None:
     remember = Remember()
     # The learning rate is too high.
     changes = {"learning_rate": 0.3, "max_grad_norm": 0.0, "lr_scheduler_type": "constant", "callbacks": [remember]}
-    trainer = trainer_of(llama(), folder, 3, max_steps=STEPS, **SAVING, **best, **changes)
+    trainer = trainer_of(llama(), tmp_path, 3, max_steps=STEPS, **SAVING, **best, **changes)
     trainer.train()
     losses = history(trainer)["eval_loss"]
     assert min(losses) < losses[-1] - 0.1
     best_step = 2 * (losses.index(min(losses)) + 1)
-    assert trainer.state.best_model_checkpoint == str(folder / f"checkpoint-{best_step}")
+    assert trainer.state.best_model_checkpoint == str(tmp_path / f"checkpoint-{best_step}")
     loaded = full_weights(trainer.model)
     assert all(torch.equal(loaded[name], value) for name, value in at_step[best_step].items())
     assert trainer.evaluate()["eval_loss"] == pytest.approx(min(losses))
@@ -141,17 +142,13 @@ def save_and_load_best(folder: Path) -> None:
         len(tokens) == 6 + 4 * dist.get_rank() for tokens in remember.generated
     )
 
-    trainer.save_model(folder / "final")
+    trainer.save_model(tmp_path / "final")
     dist.barrier()
-    assert {path.name for path in (folder / "final").iterdir()} >= {"config.json", "model.safetensors"}
-    assert "lm_head.weight" not in load_file(folder / "final" / "model.safetensors")
-    saved = LlamaForCausalLM.from_pretrained(folder / "final")
+    assert {path.name for path in (tmp_path / "final").iterdir()} >= {"config.json", "model.safetensors"}
+    assert "lm_head.weight" not in load_file(tmp_path / "final" / "model.safetensors")
+    saved = LlamaForCausalLM.from_pretrained(tmp_path / "final")
     assert saved.lm_head.weight is saved.model.embed_tokens.weight
     assert all(torch.equal(parameter, loaded[name]) for name, parameter in saved.named_parameters())
-
-
-def test_best_model_and_saved_model(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(2, save_and_load_best, tmp_path)
 
 
 ADAPTERS: dict[str, dict[str, Any]] = {
@@ -188,33 +185,27 @@ def test_adapters(ranks: RankPool, tmp_path: Path, kind: str) -> None:
     assert logs["loss"] == pytest.approx(expected[0][0]["loss"], rel=1e-3)
 
 
-def fails_on_rank_0(folder: Path) -> None:
+@on_ranks(2)
+def test_a_save_that_fails_on_rank_0_fails_on_all(tmp_path: Path) -> None:
     from transformers import LlamaForCausalLM
 
     fresh_process()
-    trainer = trainer_of(llama(), folder, 3, max_steps=2, **SAVING)
+    trainer = trainer_of(llama(), tmp_path, 3, max_steps=2, **SAVING)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LlamaForCausalLM, "save_pretrained", Mock(side_effect=OSError("disk full")))
         with pytest.raises(RuntimeError, match="could not be saved: disk full"):
             trainer.train()
 
 
-def test_a_save_that_fails_on_rank_0_fails_on_all(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(2, fails_on_rank_0, tmp_path)
-
-
-def fewer_groups(folder: Path) -> None:
+@on_ranks(2)
+def test_a_different_number_of_parameter_groups(tmp_path: Path) -> None:
     fresh_process()
-    trainer_of(llama(), folder, 3, max_steps=2, **SAVING).train()  # a group with weight decay, and one without
+    trainer_of(llama(), tmp_path, 3, max_steps=2, **SAVING).train()  # a group with weight decay, and one without
     fresh_process()
-    trainer = trainer_of(model := llama(), folder, 3, max_steps=4)
+    trainer = trainer_of(model := llama(), tmp_path, 3, max_steps=4)
     trainer.optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(RuntimeError, match="different number of parameter groups"):
         trainer.train(resume_from_checkpoint=True)
-
-
-def test_a_different_number_of_parameter_groups(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(2, fewer_groups, tmp_path)
 
 
 def rejected(folder: Path) -> None:

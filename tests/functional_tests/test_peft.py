@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ranks import RankPool
+from tests.ranks import on_ranks
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft", reason="peft is not installed: pip install --no-deps peft")
@@ -45,7 +45,28 @@ def _train(model: Any, rows: slice) -> int:
     return len(optimizer.state)
 
 
-def _check() -> None:
+@on_ranks(2)
+def test_methods_that_need_full_tensors(tmp_path: Path) -> None:
+    import peft
+
+    from megatron_fsdp import fully_shard_model
+
+    adapted = _adapted()
+    expected = {name: value.clone() for name, value in peft.get_peft_model_state_dict(adapted).items()}
+    model = fully_shard_model(adapted, fsdp_unit_modules=["LlamaDecoderLayer"])
+    adapted.save_pretrained(tmp_path)
+    assert model.module is adapted
+    found = peft.load_peft_weights(str(tmp_path))
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    for method in (adapted.merge_and_unload, adapted.merge_adapter):
+        with pytest.raises(RuntimeError, match="Load the adapters into an unsharded one, and merge them there"):
+            method()
+    with pytest.raises(RuntimeError, match="resize_token_embeddings: the model is sharded. Resize embeddings before"):
+        adapted.resize_token_embeddings(40)
+
+
+@on_ranks(2)
+def test_adapters_train_alone_are_saved_alone_and_merged() -> None:
     import peft
     import torch.distributed as dist
 
@@ -77,30 +98,3 @@ def _check() -> None:
             scaling = loaded.peft_config["default"].lora_alpha / loaded.peft_config["default"].r
             loaded.load_state_dict({names[0]: base + scaling * b @ a, name: torch.zeros_like(b)}, strict=False)
         torch.testing.assert_close(loaded(input_ids=tokens).logits, logits, rtol=1e-4, atol=1e-5)
-
-
-def _saves_by_itself(folder: Path) -> None:
-    import peft
-
-    from megatron_fsdp import fully_shard_model
-
-    adapted = _adapted()
-    expected = {name: value.clone() for name, value in peft.get_peft_model_state_dict(adapted).items()}
-    model = fully_shard_model(adapted, fsdp_unit_modules=["LlamaDecoderLayer"])
-    adapted.save_pretrained(folder)
-    assert model.module is adapted
-    found = peft.load_peft_weights(str(folder))
-    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
-    for method in (adapted.merge_and_unload, adapted.merge_adapter):
-        with pytest.raises(RuntimeError, match="Load the adapters into an unsharded one, and merge them there"):
-            method()
-    with pytest.raises(RuntimeError, match="resize_token_embeddings: the model is sharded. Resize embeddings before"):
-        adapted.resize_token_embeddings(40)
-
-
-def test_methods_that_need_full_tensors(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(2, _saves_by_itself, tmp_path)
-
-
-def test_adapters_train_alone_are_saved_alone_and_merged(ranks: RankPool) -> None:
-    ranks.run(2, _check)

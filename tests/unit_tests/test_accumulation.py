@@ -23,7 +23,7 @@ from tests.models import (
     batches,
     loss_of,
 )
-from tests.ranks import RankPool
+from tests.ranks import RankPool, on_ranks
 from tests.training_models import Recomputing
 
 pytestmark = pytest.mark.every_strategy
@@ -44,7 +44,8 @@ def _count_reductions(strategy: str) -> int:
         return before_last
 
 
-def _two_backwards_in_a_row() -> None:
+@on_ranks(2)
+def test_recomputed_units_are_resharded_one_by_one_if_forwards_come_first() -> None:
     sharded, states = fully_shard_model(Recomputing(True, "units"), fsdp_unit_modules=[Block]), list[str]()
 
     def watch(module: nn.Module, args: Any, output: torch.Tensor) -> None:
@@ -58,16 +59,14 @@ def _two_backwards_in_a_row() -> None:
     assert states == ["SHARDED"] * 4 * 2
 
 
-def test_recomputed_units_are_resharded_one_by_one_if_forwards_come_first(ranks: RankPool) -> None:
-    ranks.run(2, _two_backwards_in_a_row)
-
-
 @pytest.mark.parametrize(("strategy", "expected"), [("no_shard", 0), ("optim", 0), ("optim_grads", 2)])
 def test_no_sync_keeps_back_what_is_not_sharded(ranks: RankPool, strategy: str, expected: int) -> None:
     assert ranks.run(2, _count_reductions, strategy) == [expected, expected]
 
 
-def _gradients_accumulate_until_they_are_zeroed(set_to_none: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_accumulate_as_in_torch(set_to_none: bool) -> None:
     model = fully_shard_model(TinyModel())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     tokens = batches(steps=1, per_step=1)[0, 0]
@@ -81,12 +80,18 @@ def _gradients_accumulate_until_they_are_zeroed(set_to_none: bool) -> None:
     torch.testing.assert_close([local_shard(p.grad) for p in model.parameters()], once)
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_gradients_accumulate_as_in_torch(ranks: RankPool, set_to_none: bool) -> None:
-    ranks.run(2, _gradients_accumulate_until_they_are_zeroed, set_to_none)
+def clip(sharded: MegatronFSDP, kept: list[nn.Parameter], read: str) -> torch.Tensor:
+    if read == "by hand":
+        norm = torch.linalg.vector_norm(torch.stack([p.grad.norm().full_tensor() for p in sharded.parameters()]))  # type: ignore
+        sharded.scale_gradients(min(1.0, 0.5 / (norm.item() + 1e-6)))
+        return norm
+    return nn.utils.clip_grad_norm_(sharded.parameters() if read == "model" else kept, 0.5)
 
 
-def _clip(strategy: str, sync_each: bool, read: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("sync_each", "read"), [(True, "model"), (False, "model"), (True, "by hand"), (True, "kept")])
+def test_clipping_reads_synchronized_gradients(strategy: str, sync_each: bool, read: str) -> None:
     """Clip after micro-batches none of which has synchronized, in one of several ways."""
     kept: list[nn.Parameter] = []
     settings: dict[str, Any] = {"zero_dp_strategy": strategy, "sync_model_each_microbatch": sync_each}
@@ -107,20 +112,6 @@ def _clip(strategy: str, sync_each: bool, read: str) -> None:
     assert "grad" not in vars(DTensor), "nothing waits: reading a gradient is as fast as without sharding"
 
 
-def clip(sharded: MegatronFSDP, kept: list[nn.Parameter], read: str) -> torch.Tensor:
-    if read == "by hand":
-        norm = torch.linalg.vector_norm(torch.stack([p.grad.norm().full_tensor() for p in sharded.parameters()]))  # type: ignore
-        sharded.scale_gradients(min(1.0, 0.5 / (norm.item() + 1e-6)))
-        return norm
-    return nn.utils.clip_grad_norm_(sharded.parameters() if read == "model" else kept, 0.5)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize(("sync_each", "read"), [(True, "model"), (False, "model"), (True, "by hand"), (True, "kept")])
-def test_clipping_reads_synchronized_gradients(ranks: RankPool, strategy: str, sync_each: bool, read: str) -> None:
-    ranks.run(2, _clip, strategy, sync_each, read)
-
-
 def _drop() -> int:
     model = fully_shard_model(TinyModel(), zero_dp_strategy=1)
     optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -136,7 +127,8 @@ def test_dropping_gradients_synchronizes_nothing(ranks: RankPool) -> None:
     assert ranks.run(2, _drop) == [0, 0]
 
 
-def _drop_some() -> None:
+@on_ranks(2)
+def test_an_optimizer_of_some_parameters_drops_its_gradients() -> None:
     """An optimizer of some parameters drops their waiting gradients, and the others keep theirs."""
     model = fully_shard_model(TinyModel(), zero_dp_strategy=1)
     first, *others = model.parameters()
@@ -147,11 +139,8 @@ def _drop_some() -> None:
     assert first.grad is None and all(p.grad is not None for p in others)
 
 
-def test_an_optimizer_of_some_parameters_drops_its_gradients(ranks: RankPool) -> None:
-    ranks.run(2, _drop_some)
-
-
-def _hook_later() -> None:
+@on_ranks(2)
+def test_hooks_do_not_see_earlier_gradients() -> None:
     """A hook changes gradients of backwards after it was registered only."""
     torch.manual_seed(0)
     model = fully_shard_model(TinyModel(), zero_dp_strategy=1)
@@ -169,10 +158,6 @@ def _hook_later() -> None:
     torch.testing.assert_close(weight.grad.full_tensor(), grads[0] + 0.5 * grads[1])
 
 
-def test_hooks_do_not_see_earlier_gradients(ranks: RankPool) -> None:
-    ranks.run(2, _hook_later)
-
-
 DROPS: dict[str, Callable[[nn.Parameter], None]] = {
     "None": lambda parameter: setattr(parameter, "grad", None),
     "del": lambda parameter: delattr(parameter, "grad"),
@@ -180,7 +165,10 @@ DROPS: dict[str, Callable[[nn.Parameter], None]] = {
 }
 
 
-def _replace_what_waits(strategy: str, way: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("way", DROPS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradients_that_wait_are_replaced(strategy: str, way: str) -> None:
     torch.manual_seed(0)
     pair = Pair(TinyModel(), zero_dp_strategy=strategy)
     data = batches(1, 2)[0]
@@ -191,9 +179,3 @@ def _replace_what_waits(strategy: str, way: str) -> None:
                 DROPS[way](parameter)
         loss_of(model, data[1]).backward()
     assert_same_gradients(pair.sharded, pair.reference)
-
-
-@pytest.mark.parametrize("way", DROPS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_gradients_that_wait_are_replaced(ranks: RankPool, strategy: str, way: str) -> None:
-    ranks.run(2, _replace_what_waits, strategy, way)

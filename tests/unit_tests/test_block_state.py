@@ -25,6 +25,8 @@ pytest.importorskip("torchao")
 
 import torchao.optim  # noqa: E402
 
+from tests.ranks import on_ranks
+
 CLASSES = ("AdamW8bit", "Adam8bit", "Adam4bit", "AdamWFp8")
 # Blocks of 256 elements are whole in every parameter.
 GRANULARITY = "block(8)"
@@ -158,7 +160,9 @@ def test_resumes_exactly_on_other_numbers_of_ranks(ranks: RankPool, tmp_path: Pa
             ranks.run(size, _resume, str(tmp_path), name, kind, has_state, expected)
 
 
-def _through_torch(whole: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("whole", [False, True])
+def test_functions_of_torch(whole: bool) -> None:
     """The functions of torch.distributed.checkpoint.state_dict, into an optimizer without state."""
     options = StateDictOptions(full_state_dict=whole)
     data = _same_data(6)
@@ -175,12 +179,8 @@ def _through_torch(whole: bool) -> None:
     assert all(torch.equal(a, b) for a, b in zip(_weights(other), _weights(model), strict=True))
 
 
-@pytest.mark.parametrize("whole", [False, True])
-def test_functions_of_torch(ranks: RankPool, whole: bool) -> None:
-    ranks.run(2, _through_torch, whole)
-
-
-def _refuses_state() -> None:
+@on_ranks(2)
+def test_other_state_raises() -> None:
     model, optimizer = sharded("optim_grads_params", "AdamW8bit")
     reference, whole = unsharded("AdamW8bit", _same_data(1))
     with pytest.raises(ValueError, match=r"expected exp_avg\.codes with \d+ elements for parameter 0"):
@@ -190,21 +190,14 @@ def _refuses_state() -> None:
         optimizer.load_state_dict(other.state_dict())
 
 
-def test_other_state_raises(ranks: RankPool) -> None:
-    ranks.run(2, _refuses_state)
-
-
 # Errors -----------------------------------------------------------------------------------------------------------
 
 
-def _refuses() -> None:
+@on_ranks(2)
+def test_divided_blocks_raise() -> None:
     model = layers()
     with pytest.raises(ValueError, match=r"AdamW8bit.*blocks of \d+ parameters.*shard_granularity='block\(8\)'"):
         fully_shard(model, optimizer_of("AdamW8bit", model), fsdp_unit_modules=[nn.Linear], shard_granularity="element")
     model = layers()
     with pytest.raises(NotImplementedError, match="CPUOffloadOptimizer.*offload_optimizer=True"):
         fully_shard(model, torchao.optim.CPUOffloadOptimizer.__new__(torchao.optim.CPUOffloadOptimizer))
-
-
-def test_divided_blocks_raise(ranks: RankPool) -> None:
-    ranks.run(2, _refuses)

@@ -25,7 +25,7 @@ from tests.models import (
     device,
     loss_of,
 )
-from tests.ranks import RankPool
+from tests.ranks import RankPool, on_ranks
 
 
 class Uneven(TinyModel):
@@ -79,7 +79,10 @@ def test_norms_and_clipped_gradients(ranks: RankPool, strategy: str, world_size:
     ranks.run(world_size, _norms, strategy)
 
 
-def _infinity(interface: str, foreach: bool | None) -> None:
+@on_ranks(4)
+@pytest.mark.parametrize("interface", ["row", "parameter", "compat"])
+@pytest.mark.parametrize("foreach", [None, False])
+def test_infinity_norm(interface: str, foreach: bool | None) -> None:
     """The largest element, wherever it is, also where a rank holds nothing of a parameter."""
     torch.manual_seed(3)
     model = Uneven().to(device())
@@ -102,13 +105,9 @@ def _infinity(interface: str, foreach: bool | None) -> None:
             torch.testing.assert_close(mine.grad.full_tensor(), other.grad, rtol=2e-5, atol=1e-9)
 
 
-@pytest.mark.parametrize("interface", ["row", "parameter", "compat"])
-@pytest.mark.parametrize("foreach", [None, False])
-def test_infinity_norm(ranks: RankPool, interface: str, foreach: bool | None) -> None:
-    ranks.run(4, _infinity, interface, foreach)
-
-
-def _values(strategy: str) -> None:
+@on_ranks(3)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_clipped_values(strategy: str) -> None:
     reference, sharded = _gradients(strategy)
     largest = max(float(p.grad.abs().max()) for p in reference.parameters() if p.grad is not None)
     for foreach, limit in ((None, largest / 2), (False, largest / 5)):
@@ -117,12 +116,9 @@ def _values(strategy: str) -> None:
         assert_same_gradients(sharded, reference, atol=1e-7)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_clipped_values(ranks: RankPool, strategy: str) -> None:
-    ranks.run(3, _values, strategy)
-
-
-def _not_finite(strategy: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("strategy", STRATEGIES[1:])
+def test_norm_that_is_not_finite_on_one_rank_is_so_on_all(strategy: str) -> None:
     """One rank's shard of one gradient is infinite. Every rank computes an infinite norm, and may skip its step."""
     _, sharded = _gradients(strategy)
     if dist.get_rank() == dist.get_world_size() - 1:
@@ -132,12 +128,8 @@ def _not_finite(strategy: str) -> None:
         clip_grad_norm_(sharded.parameters(), 1.0, error_if_nonfinite=True)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES[1:])
-def test_norm_that_is_not_finite_on_one_rank_is_so_on_all(ranks: RankPool, strategy: str) -> None:
-    ranks.run(2, _not_finite, strategy)
-
-
-def _another_library() -> None:
+@on_ranks(2)
+def test_clipping_of_fsdp2_needs_no_patch() -> None:
     """Rank 0 has sharded a model with this engine, rank 1 has not, and both clip a model of torch's FSDP2."""
     model, reference = nn.Linear(3, 3).to(device()), nn.Linear(3, 3).to(device())
     reference.load_state_dict(model.state_dict())
@@ -150,10 +142,6 @@ def _another_library() -> None:
     found, expected = (clip_grad_norm_(each.parameters(), 0.5) for each in (model, reference))
     torch.testing.assert_close(_value(found), expected.cpu())
     torch_patches.apply()
-
-
-def test_clipping_of_fsdp2_needs_no_patch(ranks: RankPool) -> None:
-    ranks.run(2, _another_library)
 
 
 def _two_dtypes(norm_type: float | str, dtypes: tuple[torch.dtype, torch.dtype]) -> float:

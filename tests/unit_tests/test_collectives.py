@@ -13,7 +13,7 @@ from torch import nn
 from megatron.fsdp import fsdp2
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard_model
 from tests.models import STRATEGIES, Block, TinyModel, adamw, batches, device, loss_of, whole
-from tests.ranks import RankPool
+from tests.ranks import RankPool, on_ranks
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="several ranks over gloo on the CPU")
 SHARDED = STRATEGIES[1:]
@@ -42,7 +42,9 @@ def _sizes(model: MegatronFSDP) -> list[int]:
     return sorted(group.layout.numel for group in model.engine.groups)
 
 
-def _reduces_in_bf16(strategy: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("strategy", SHARDED)
+def test_a_compressed_reduce_scatter_reduces_every_unit(strategy: str) -> None:
     reference, reduce = _model(), InBf16()
     tokens = batches(1, dist.get_world_size())[0, dist.get_rank()]
     loss_of(reference, tokens).backward()
@@ -57,11 +59,6 @@ def _reduces_in_bf16(strategy: str) -> None:
     assert sorted(reduce.sizes) == _sizes(model), "every unit, once"
     for entry in model.engine.params():
         torch.testing.assert_close(whole(entry, entry.main.grad), expected[entry.name] / 2, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("strategy", SHARDED)
-def test_a_compressed_reduce_scatter_reduces_every_unit(ranks: RankPool, strategy: str) -> None:
-    ranks.run(2, _reduces_in_bf16, strategy)
 
 
 def _gets(strategy: str, wider: bool) -> set[torch.dtype]:
@@ -131,14 +128,11 @@ def test_all_operations_can_be_replaced(ranks: RankPool, strategy: str) -> None:
         assert set(called) == expected
 
 
-def _of_another_model() -> None:
+@on_ranks(1)
+def test_a_module_of_another_model_is_refused() -> None:
     model = fully_shard_model(TinyModel())
     with pytest.raises(ValueError, match="expected a module of the sharded model; got a Linear"):
         model.use_collectives(module=nn.Linear(1, 1))
-
-
-def test_a_module_of_another_model_is_refused(ranks: RankPool) -> None:
-    ranks.run(1, _of_another_model)
 
 
 # The classes of torch's FSDP2 -------------------------------------------------------------------------------------
@@ -206,23 +200,17 @@ def _train_with(library: types.ModuleType, late: bool) -> tuple[list[float], dic
     return losses, weights, [scatter.calls for scatter in scatters]
 
 
-def _as_in_torch(late: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("late", [False, True], ids=["before sharding", "after sharding"])
+def test_classes_for_fsdp2_work_as_with_fsdp2(late: bool) -> None:
     ours, theirs = (_train_with(library, late) for library in (fsdp2, torch_fsdp))
     assert ours[2] == theirs[2] == [3] * 3
     torch.testing.assert_close(ours[:2], theirs[:2], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["before sharding", "after sharding"])
-def test_classes_for_fsdp2_work_as_with_fsdp2(ranks: RankPool, late: bool) -> None:
-    ranks.run(2, _as_in_torch, late)
-
-
-def _refused() -> None:
+@on_ranks(1)
+def test_an_object_without_memory_is_refused() -> None:
     model = fsdp2.fully_shard(nn.Linear(2, 2))
     for method in ("set_custom_all_gather", "set_custom_reduce_scatter"):
         with pytest.raises(ValueError, match=rf"{method}: expected an object with allocate\(\)"):
             getattr(model, method)(print)
-
-
-def test_an_object_without_memory_is_refused(ranks: RankPool) -> None:
-    ranks.run(1, _refused)

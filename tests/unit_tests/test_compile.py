@@ -23,7 +23,7 @@ from tests.models import (
     device,
     loss_of,
 )
-from tests.ranks import RankPool
+from tests.ranks import RankPool, on_ranks
 
 
 class Graphs:
@@ -162,28 +162,24 @@ def _same_gradients(model: TinyModel, compile_all: bool) -> None:
         assert_same_gradients(sharded, reference, atol=2e-6)
 
 
-def _recomputed(reentrant: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_compiled_units_that_are_recomputed(reentrant: bool) -> None:
     torch.manual_seed(3)
     model = Recomputing().to(device())
     model.reentrant = reentrant
     _same_gradients(model, compile_all=False)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_compiled_units_that_are_recomputed(ranks: RankPool, reentrant: bool) -> None:
-    ranks.run(2, _recomputed, reentrant)
-
-
-def _sharded_model() -> None:
+@on_ranks(2)
+def test_compiling_the_sharded_model() -> None:
     torch.manual_seed(3)
     _same_gradients(TinyModel().to(device()), compile_all=True)
 
 
-def test_compiling_the_sharded_model(ranks: RankPool) -> None:
-    ranks.run(2, _sharded_model)
-
-
-def _sharded_by_the_first_call(early: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("early", [False, True])
+def test_compiling_a_marked_model_before_its_first_forward(early: bool) -> None:
     with _fresh_compiler():
         torch.manual_seed(3)
         reference = TinyModel().to(device())
@@ -198,11 +194,6 @@ def _sharded_by_the_first_call(early: bool) -> None:
             loss_of(reference, tokens).backward()
         for ours, plain in zip(model.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(ours.grad.full_tensor(), plain.grad)
-
-
-@pytest.mark.parametrize("early", [False, True])
-def test_compiling_a_marked_model_before_its_first_forward(ranks: RankPool, early: bool) -> None:
-    ranks.run(2, _sharded_by_the_first_call, early)
 
 
 def _nothing_of_the_engine() -> tuple[int, int]:
@@ -221,7 +212,8 @@ def test_graphs_hold_nothing_of_the_engine(ranks: RankPool) -> None:
     assert ranks.run(2, _nothing_of_the_engine) == [(5, 0)] * 2
 
 
-def _matching() -> None:
+@on_ranks(1)
+def test_class_of_a_compiled_module_is_matched() -> None:
     with _fresh_compiler():
         for units in ([Block], ["tests.models.Block"], [torch._dynamo.OptimizedModule]):
             model = TinyModel()
@@ -236,17 +228,10 @@ def _matching() -> None:
         loss_of(sharded, batches(1, 1)[0, 0]).backward()
 
 
-def test_class_of_a_compiled_module_is_matched(ranks: RankPool) -> None:
-    ranks.run(1, _matching)
-
-
-def _compiles_the_step() -> None:
+@on_ranks(2)
+def test_a_compiled_step_of_the_optimizer_raises() -> None:
     model = TinyModel().to(device())
     model, optimizer = fully_shard(model, adamw(model.parameters()), fsdp_unit_modules=[Block])
     loss_of(model, batches(1, 1)[0, 0]).backward()
     with _fresh_compiler(), pytest.raises(RuntimeError, match="cannot trace sharded tensors. Compile modules before"):
         torch.compile(optimizer.step, backend="eager")()
-
-
-def test_a_compiled_step_of_the_optimizer_raises(ranks: RankPool) -> None:
-    ranks.run(2, _compiles_the_step)

@@ -12,7 +12,7 @@ from megatron.fsdp.comm import streams
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron_fsdp import MegatronFSDP, fully_shard
 from tests.models import FP32_GRADS, STRATEGIES, Block, TinyModel, adamw, batches, loss_of, main_weights
-from tests.ranks import RankPool
+from tests.ranks import on_ranks
 from tests.unit_tests.test_model_arguments import ReadsDecoupled
 
 pytestmark = [
@@ -34,7 +34,9 @@ def _trained(steps: int, **arguments: Any) -> dict[str, torch.Tensor]:
     return main_weights(sharded)
 
 
-def _delays_change_no_bit(strategy: str) -> None:
+@on_ranks(1)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_delays_on_either_stream_change_no_bit(strategy: str) -> None:
     """A stream that is late, or a computation that is, reads and writes the same as one that is not."""
     expected = _trained(4, zero_dp_strategy=strategy)
     run = streams.CudaStream.run
@@ -61,12 +63,8 @@ def _delays_change_no_bit(strategy: str) -> None:
             assert torch.equal(found[name], value), name
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_delays_on_either_stream_change_no_bit(ranks: RankPool, strategy: str) -> None:
-    ranks.run(1, _delays_change_no_bit, strategy)
-
-
-def _memory() -> None:
+@on_ranks(1)
+def test_allocator_holds_what_the_formulas_say() -> None:
     """Allocated memory equals the formula of docs/memory.md between steps, and stays below its bound within a step."""
     width, depth = 512, 6
     model = TinyModel(width=width, depth=depth).cuda().bfloat16()
@@ -96,11 +94,8 @@ def _memory() -> None:
     assert torch.cuda.max_memory_allocated() - before <= bound + activations + 2**20
 
 
-def test_allocator_holds_what_the_formulas_say(ranks: RankPool) -> None:
-    ranks.run(1, _memory)
-
-
-def _graph() -> None:
+@on_ranks(1)
+def test_a_full_iteration_is_captured_in_a_graph() -> None:
     """A whole iteration, forward, backward and reduction, is captured and replayed, and trains as without."""
     torch.manual_seed(3)
     model = TinyModel(width=64).cuda()
@@ -136,19 +131,12 @@ def _graph() -> None:
         torch.testing.assert_close(weights[name], parameter.detach().cpu(), rtol=1e-4, atol=1e-5)
 
 
-def test_a_full_iteration_is_captured_in_a_graph(ranks: RankPool) -> None:
-    ranks.run(1, _graph)
-
-
-def _registered() -> None:
+@on_ranks(1)
+def test_buffers_registered_with_nccl_change_no_bit() -> None:
     expected = _trained(3)
     found = _trained(3, nccl_ub=True)
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
-
-
-def test_buffers_registered_with_nccl_change_no_bit(ranks: RankPool) -> None:
-    ranks.run(1, _registered)
 
 
 def _decoupled() -> MegatronFSDP:
@@ -165,9 +153,6 @@ def _decoupled() -> MegatronFSDP:
     return sharded
 
 
-def _runs_decoupled() -> None:
+@on_ranks(1)
+def test_fused_optimizers_read_decoupled_gradients() -> None:
     assert isinstance(_decoupled(), nn.Module)
-
-
-def test_fused_optimizers_read_decoupled_gradients(ranks: RankPool) -> None:
-    ranks.run(1, _runs_decoupled)

@@ -15,7 +15,7 @@ from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.init.deferred import recipes
 from megatron_fsdp import fully_shard_model
 from tests.models import STRATEGIES, assert_same_weights, device, main_weights
-from tests.ranks import RankPool
+from tests.ranks import RankPool, on_ranks
 
 SEED = 7
 numbers_of_the_host = pytest.mark.skipif(
@@ -270,16 +270,13 @@ def test_random_numbers_are_those_of_the_model_built_on_the_device(
     ranks.run(2, _built_alike, build, units)
 
 
-def _copied() -> None:
+@on_ranks(2)
+def test_a_copy_has_the_values_of_the_model() -> None:
     student = deferred_init(_latent)
     teacher = copy.deepcopy(student)
     settings: dict[str, Any] = {"fsdp_unit_modules": [Latent], "init_model_with_meta_device": True, "device": device()}
     both = [main_weights(fully_shard_model(model, **settings)) for model in (student, teacher)]
     assert all(torch.equal(weight, both[1][name]) for name, weight in both[0].items())
-
-
-def test_a_copy_has_the_values_of_the_model(ranks: RankPool) -> None:
-    ranks.run(2, _copied)
 
 
 class HeadLast(nn.Module):
@@ -291,13 +288,10 @@ class HeadLast(nn.Module):
         self.head = nn.Embedding(3, 6)
 
 
-def _last() -> None:
-    assert _built_alike(HeadLast, [nn.Linear]) == ["", "layers.0", "layers.1"]
-
-
+@on_ranks(2)
 @numbers_of_the_host
-def test_a_root_that_was_built_last_is_initialized_last(ranks: RankPool) -> None:
-    ranks.run(2, _last)
+def test_a_root_that_was_built_last_is_initialized_last() -> None:
+    assert _built_alike(HeadLast, [nn.Linear]) == ["", "layers.0", "layers.1"]
 
 
 def _transformer() -> None:
@@ -336,7 +330,16 @@ class _Ways(nn.Module):
         self.orthogonal = Filled(lambda: nn.init.orthogonal_(torch.empty(40, 40)))
 
 
-def _draws_shards(strategy: str, recorded: bool) -> None:
+def _of_all_ranks(value: torch.Tensor) -> list[torch.Tensor]:
+    found = [torch.empty_like(value) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, value.contiguous())
+    return found
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("recorded", [True, False], ids=["deferred", "reset methods"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_ranks_draw_their_shards(strategy: str, recorded: bool) -> None:
     dist_sizes: dict[str, Any] = {
         "device_mesh": init_device_mesh(device().type, (2, 2), mesh_dim_names=("outer", "inner"))
     }
@@ -371,18 +374,6 @@ def _draws_shards(strategy: str, recorded: bool) -> None:
             torch.testing.assert_close(found @ found.T, torch.eye(40), rtol=0, atol=1e-4)
         elif name.endswith("bias") and "attention" in name:
             assert not found.any()
-
-
-def _of_all_ranks(value: torch.Tensor) -> list[torch.Tensor]:
-    found = [torch.empty_like(value) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, value.contiguous())
-    return found
-
-
-@pytest.mark.parametrize("recorded", [True, False], ids=["deferred", "reset methods"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_ranks_draw_their_shards(ranks: RankPool, strategy: str, recorded: bool) -> None:
-    ranks.run(4, _draws_shards, strategy, recorded)
 
 
 def test_shards_are_drawn_for_models_without_values_only() -> None:

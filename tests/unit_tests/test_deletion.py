@@ -9,7 +9,7 @@ import torch
 
 from megatron_fsdp import MegatronFSDP
 from tests.models import STRATEGIES, TinyModel, adamw, batches, loss_of, shard
-from tests.ranks import RankPool
+from tests.ranks import on_ranks
 
 
 def _buffers(model: MegatronFSDP) -> list[weakref.ref]:
@@ -28,7 +28,10 @@ def _freed(buffers: list[weakref.ref]) -> bool:
     return all(buffer() is None for buffer in buffers)
 
 
-def _delete(strategy: str, when: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("when", ["built", "forward", "backward", "step"])
+def test_deletion(strategy: str, when: str) -> None:
     # torch's own first optimizer of a process is kept by the frames of an import that it tries.
     adamw([torch.nn.Parameter(torch.zeros(1))])
     gc.collect()
@@ -55,12 +58,6 @@ def _delete(strategy: str, when: str) -> None:
         assert _freed(buffers)
     finally:
         gc.enable()
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("when", ["built", "forward", "backward", "step"])
-def test_deletion(ranks: RankPool, strategy: str, when: str) -> None:
-    ranks.run(2, _delete, strategy, when)
 
 
 def test_stream_keeps_no_task() -> None:

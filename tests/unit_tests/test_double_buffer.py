@@ -7,7 +7,7 @@ from torch import nn
 from megatron.fsdp.buffers.pool import Buffer, FixedPool
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy
 from tests.models import FP32_GRADS, STRATEGIES, Block, batches, device, loss_of, shard
-from tests.ranks import RankPool
+from tests.ranks import RankPool, on_ranks
 from tests.training_models import Unequal
 
 
@@ -99,7 +99,8 @@ class _Embedding(nn.Module):
         return self.seen[-1] * 2
 
 
-def _entered_inside() -> None:
+@on_ranks(1)
+def test_a_unit_that_backward_enters_inside_keeps_its_buffer() -> None:
     embedding, first, last = _Embedding(), _Layer(4, 4), _Layer(4, 4)
     model = nn.ModuleDict({"embedding": embedding, "first": first, "last": last}).to(device())
     x = torch.ones(2, 4, device=device())
@@ -108,7 +109,3 @@ def _entered_inside() -> None:
     sharded().backward()
     with pytest.raises(RuntimeError, match="embedding and .* share a buffer"):
         (sharded() + embedding.seen[-1].sum()).backward()
-
-
-def test_a_unit_that_backward_enters_inside_keeps_its_buffer(ranks: RankPool) -> None:
-    ranks.run(1, _entered_inside)

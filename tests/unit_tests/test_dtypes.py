@@ -9,7 +9,7 @@ from torch import nn
 
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 from tests.models import FP32_GRADS, STRATEGIES, adamw, batches, device, loss_of, main_weights
-from tests.ranks import RankPool
+from tests.ranks import RankPool, on_ranks
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -106,7 +106,8 @@ def test_dtypes_and_frozen_parameters_in_one_unit(ranks: RankPool, strategy: str
     ranks.run(2, _train, strategy)
 
 
-def _without_wider_main_weights() -> None:
+@on_ranks(2)
+def test_main_weights_have_the_dtypes_of_the_parameters_if_asked_to() -> None:
     model = MixedModel().to(device())
     policy = MixedPrecisionPolicy(main_params_dtype=None)
     dtypes = {name: p.dtype for name, p in model.named_parameters()}
@@ -118,7 +119,3 @@ def _without_wider_main_weights() -> None:
         assert parameter.dtype == dtypes[name]
         assert parameter.grad is None or parameter.grad.dtype == dtypes[name]
     optimizer.step()
-
-
-def test_main_weights_have_the_dtypes_of_the_parameters_if_asked_to(ranks: RankPool) -> None:
-    ranks.run(2, _without_wider_main_weights)

@@ -8,7 +8,7 @@ from torch import nn
 
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
 from tests.models import Block, TinyModel
-from tests.ranks import RankPool
+from tests.ranks import on_ranks
 
 
 def _unchanged_after(error: type[Exception], match: str, shard: Callable[[nn.Module], object]) -> None:
@@ -23,18 +23,16 @@ def _unchanged_after(error: type[Exception], match: str, shard: Callable[[nn.Mod
     assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
 
 
-def _refused_before_and_while_units_are_built() -> None:
+@on_ranks(1)
+def test_a_model_that_cannot_be_sharded_is_unchanged() -> None:
     _unchanged_after(TypeError, "expected classes of modules", lambda m: fully_shard_model(m, fsdp_unit_modules=[3]))
     policy = MixedPrecisionPolicy(main_params_dtype=torch.bfloat16, compute_dtype=torch.float16)
     match = "Mismatched dtypes: main_params_dtype is torch.bfloat16 and parameter embedding.weight is torch.float16"
     _unchanged_after(ValueError, match, lambda m: fully_shard_model(m, mixed_precision_policy=policy))
 
 
-def test_a_model_that_cannot_be_sharded_is_unchanged(ranks: RankPool) -> None:
-    ranks.run(1, _refused_before_and_while_units_are_built)
-
-
-def _optimizer_with_state_of_another_shape() -> None:
+@on_ranks(1)
+def test_optimizer_with_state_of_another_shape() -> None:
     model = TinyModel()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.state[model.head.weight]["row_sums"] = torch.zeros(31)
@@ -44,17 +42,10 @@ def _optimizer_with_state_of_another_shape() -> None:
     assert sharded.module is model
 
 
-def test_optimizer_with_state_of_another_shape(ranks: RankPool) -> None:
-    ranks.run(1, _optimizer_with_state_of_another_shape)
-
-
-def _by_name() -> None:
+@on_ranks(1)
+def test_units_by_name() -> None:
     assert fully_shard_model(TinyModel(), fsdp_unit_modules=["Block"]).engine.unit_names[1:]
     model = TinyModel()
     model.other = type("Block", (nn.Linear,), {})(2, 2)
     with pytest.raises(ValueError, match="several classes called Block"):
         fully_shard_model(model, fsdp_unit_modules=["Block"])
-
-
-def test_units_by_name(ranks: RankPool) -> None:
-    ranks.run(1, _by_name)

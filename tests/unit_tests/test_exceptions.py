@@ -30,7 +30,7 @@ from tests.models import (
     device,
     loss_of,
 )
-from tests.ranks import DEVICE, RankPool
+from tests.ranks import DEVICE, RankPool, on_ranks
 
 
 class Fragile(Block):
@@ -141,7 +141,9 @@ def test_exception_in_a_unit(
     ranks.run(2, _train, strategy, which, where, error, direct)
 
 
-def _recomputed(strategy: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_exception_in_a_recomputed_forward(strategy: str) -> None:
     pair = Fragiles(strategy, recompute=True)
     for step in batches(steps=3, per_step=dist.get_world_size()):
         loss = loss_of(pair.sharded, step[0])
@@ -154,12 +156,9 @@ def _recomputed(strategy: str) -> None:
     pair.assert_same_weights()
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_exception_in_a_recomputed_forward(ranks: RankPool, strategy: str) -> None:
-    ranks.run(2, _recomputed, strategy)
-
-
-def _accumulate(strategy: str) -> None:
+def test_gradients_of_other_micro_batches_outlive_an_exception_in_forward(strategy: str) -> None:
     """A micro-batch whose forward raises has no effect on the micro-batches before and after it."""
     pair = Fragiles(strategy)
     for step in batches(steps=3, per_step=2 * dist.get_world_size()):
@@ -172,12 +171,12 @@ def _accumulate(strategy: str) -> None:
     pair.assert_same_weights()
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_gradients_of_other_micro_batches_outlive_an_exception_in_forward(ranks: RankPool, strategy: str) -> None:
-    ranks.run(2, _accumulate, strategy)
-
-
-def _backward_after(strategy: str, where: str, error: type[BaseException], direct: bool) -> None:
+@pytest.mark.parametrize(
+    ("where", "error", "direct"), [("backward", ValueError, False), ("forward", KeyboardInterrupt, True)]
+)
+def test_backward_after_a_failed_pass(strategy: str, where: str, error: type[BaseException], direct: bool) -> None:
     """The backward after a failed pass belongs to an earlier forward: no forward begins in between."""
     pair = Fragiles(strategy)
     for step in batches(steps=3, per_step=dist.get_world_size()):
@@ -191,16 +190,6 @@ def _backward_after(strategy: str, where: str, error: type[BaseException], direc
         _assert_sharded(pair.sharded)
         pair.update()
     pair.assert_same_weights()
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize(
-    ("where", "error", "direct"), [("backward", ValueError, False), ("forward", KeyboardInterrupt, True)]
-)
-def test_backward_after_a_failed_pass(
-    ranks: RankPool, strategy: str, where: str, error: type[BaseException], direct: bool
-) -> None:
-    ranks.run(2, _backward_after, strategy, where, error, direct)
 
 
 @contextmanager
@@ -346,7 +335,10 @@ def _raise(*args: Any) -> None:
     raise ValueError("collective failed")
 
 
-def _freed_after(strategy: str, what: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+@pytest.mark.parametrize("what", ["forward", "backward", "collective"])
+def test_model_that_is_deleted_after_an_exception_is_freed(strategy: str, what: str) -> None:
     """A cycle through an error and its traceback would not be freed, because the garbage collector is off."""
     adamw([nn.Parameter(torch.zeros(1))])  # torch's own first optimizer is kept by an import that it tries
     failing = wrapped(all_gather=lambda original: _raise, all_reduce=lambda original: _raise)
@@ -376,9 +368,3 @@ def _freed_after(strategy: str, what: str) -> None:
         gc.enable()
         if what == "collective":
             failing.__exit__(None, None, None)
-
-
-@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
-@pytest.mark.parametrize("what", ["forward", "backward", "collective"])
-def test_model_that_is_deleted_after_an_exception_is_freed(ranks: RankPool, strategy: str, what: str) -> None:
-    ranks.run(2, _freed_after, strategy, what)

@@ -30,7 +30,7 @@ from megatron.fsdp.checkpoint.loading import load
 from megatron.fsdp.comm.journal import JOURNAL
 from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model, save_safetensors
 from tests.models import DEVICE, Block, TinyModel, adamw, assert_same_training, batches, device, logged, loss_of
-from tests.ranks import RankFailure, RankPool
+from tests.ranks import RankFailure, RankPool, on_ranks
 
 AXES = {"dp_shard_dim": "shard", "dp_outer_dim": "outer"}
 
@@ -93,17 +93,14 @@ CASES = {
 }
 
 
-def _doubts() -> None:
+@on_ranks(4)
+def test_logs_of_ranks_with_different_experts_are_equal() -> None:
     dense, experts = init_device_mesh(DEVICE, (4,)), init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("shard", "ep"))
     meshes: dict[str, Any] = {"device_mesh": dense, "expt_device_mesh": experts["shard"]}
     model = fully_shard_model(_model(), fsdp_unit_modules=[Block], device=device(), **meshes)
     JOURNAL.doubted = True
     model(batches(1, 1)[0, 0]).sum().backward()
     assert JOURNAL.has_settled
-
-
-def test_logs_of_ranks_with_different_experts_are_equal(ranks: RankPool) -> None:
-    ranks.run(4, _doubts)
 
 
 class Numbered(nn.ModuleDict):
@@ -288,15 +285,12 @@ def test_each_rank_may_keep_its_own_experts_under_any_name(ranks: RankPool, tmp_
     ranks.run(4, _saved, str(tmp_path), False, 3, writes)
 
 
-def _loaded_in_full() -> None:
+@on_ranks(4)
+def test_full_experts_are_loaded_by_names_of_their_own() -> None:
     model, optimizer, full = _trained(True, 3)
     _clear(model, optimizer)
     model.load_state_dict({name: full[name] for name, _ in model.named_parameters()}, strict=False)
     assert all(torch.equal(parameter.full_tensor(), full[name]) for name, parameter in model.named_parameters())
-
-
-def test_full_experts_are_loaded_by_names_of_their_own(ranks: RankPool) -> None:
-    ranks.run(4, _loaded_in_full)
 
 
 def _fewer_experts() -> None:

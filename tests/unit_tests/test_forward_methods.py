@@ -11,7 +11,7 @@ from torch import nn
 
 from megatron_fsdp import MegatronFSDP, fully_shard_model, register_forward_method
 from tests.models import STRATEGIES, Block, Pair, batches, device
-from tests.ranks import DEVICE, RankPool
+from tests.ranks import DEVICE, on_ranks
 
 
 class Projecting(Block):
@@ -66,7 +66,9 @@ def _register(sharded: MegatronFSDP) -> None:
         register_forward_method(block.gate, "scale")
 
 
-def _train(strategy: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_registered_methods_train_as_unsharded(strategy: str) -> None:
     pair = Pair(Encoder(), step_loss=_loss, fsdp_unit_modules=[Projecting], zero_dp_strategy=strategy)
     _register(pair.sharded)
     for step in batches(3, dist.get_world_size()):
@@ -76,11 +78,6 @@ def _train(strategy: str) -> None:
         pair.update()
     assert all(unit.state.value == "sharded" for unit in pair.sharded.engine.units)
     pair.assert_same_weights()
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_registered_methods_train_as_unsharded(ranks: RankPool, strategy: str) -> None:
-    ranks.run(2, _train, strategy)
 
 
 class CallsOften(nn.Module):
@@ -104,7 +101,9 @@ class CallsOften(nn.Module):
         return self.head(torch.tanh(self.shared(x)))
 
 
-def _often(strategy: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_forward_and_methods_called_several_times(strategy: str) -> None:
     pair = Pair(CallsOften(), fsdp_unit_modules=[Projecting], zero_dp_strategy=strategy)
     data = batches(1, dist.get_world_size())[0]
     register_forward_method(pair.sharded.module.shared, "project")
@@ -115,12 +114,9 @@ def _often(strategy: str) -> None:
     pair.assert_same_gradients()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_forward_and_methods_called_several_times(ranks: RankPool, strategy: str) -> None:
-    ranks.run(2, _often, strategy)
-
-
-def _exception_in_a_method() -> None:
+@on_ranks(2)
+@pytest.mark.skipif(DEVICE == "cuda", reason="CUDA cannot go on after an index that is out of range")
+def test_method_can_be_called_again_after_an_error() -> None:
     model = Encoder().to(device())
     sharded = fully_shard_model(model, fsdp_unit_modules=[Projecting])
     _register(sharded)
@@ -133,12 +129,8 @@ def _exception_in_a_method() -> None:
     assert without == {"blocks.1.gate.weight", "blocks.2.gate.weight"}
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="CUDA cannot go on after an index that is out of range")
-def test_method_can_be_called_again_after_an_error(ranks: RankPool) -> None:
-    ranks.run(2, _exception_in_a_method)
-
-
-def _freed() -> None:
+@on_ranks(1)
+def test_registered_methods_do_not_keep_the_model() -> None:
     gc.collect()
     gc.disable()
     try:
@@ -151,10 +143,6 @@ def _freed() -> None:
         assert all(reference() is None for reference in references)
     finally:
         gc.enable()
-
-
-def test_registered_methods_do_not_keep_the_model(ranks: RankPool) -> None:
-    ranks.run(1, _freed)
 
 
 class Kinds(nn.Linear):
@@ -172,7 +160,8 @@ class Kinds(nn.Linear):
         return x * len(cls.__name__)
 
 
-def _kinds() -> None:
+@on_ranks(1)
+def test_kinds_of_methods() -> None:
     model = fully_shard_model(nn.Sequential(Kinds(3, 3)).to(device()), fsdp_unit_modules=[Kinds])
     layer, x = model.module[0], torch.ones(1, 3, device=device())
     with pytest.raises(ValueError, match="one_by_one computes after its call has returned"):
@@ -180,7 +169,3 @@ def _kinds() -> None:
     for name, factor in (("twice", 2), ("of", 5)):
         register_forward_method(layer, name)
         assert torch.equal(getattr(layer, name)(x), x * factor)
-
-
-def test_kinds_of_methods(ranks: RankPool) -> None:
-    ranks.run(1, _kinds)

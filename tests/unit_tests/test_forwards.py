@@ -16,29 +16,27 @@ from tests.models import (
     device,
     loss_of,
 )
-from tests.ranks import RankPool
+from tests.ranks import on_ranks
 
 
-def _all_forwards_first(strategy: str, backward_order: list[int]) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0]])
+def test_several_forwards_before_backward(strategy: str, order: list[int]) -> None:
     """Three forwards, then their backwards in the given order."""
     pair = Pair(TinyModel(), zero_dp_strategy=strategy)
     ranks, rank = dist.get_world_size(), dist.get_rank()
     for step in batches(steps=3, per_step=3 * ranks):
         sum(loss_of(pair.reference, tokens) / ranks for tokens in step).backward()
         losses = [loss_of(pair.sharded, tokens) for tokens in step[rank::ranks]]
-        for which in backward_order:
+        for which in order:
             losses[which].backward()
         pair.update()
     pair.assert_same_weights()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0]])
-def test_several_forwards_before_backward(ranks: RankPool, strategy: str, order: list[int]) -> None:
-    ranks.run(2, _all_forwards_first, strategy, order)
-
-
-def _built_in_inference_mode() -> None:
+@on_ranks(2)
+def test_model_that_is_sharded_in_inference_mode() -> None:
     """A model that is loaded and evaluated in inference mode and never trained."""
     torch.manual_seed(3)
     model = TinyModel().to(device())
@@ -50,7 +48,3 @@ def _built_in_inference_mode() -> None:
         torch.testing.assert_close(sharded(tokens), reference(tokens))
     with torch.no_grad():
         torch.testing.assert_close(sharded(tokens), reference(tokens))
-
-
-def test_model_that_is_sharded_in_inference_mode(ranks: RankPool) -> None:
-    ranks.run(2, _built_in_inference_mode)

@@ -13,7 +13,7 @@ from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron_fsdp import FSDPConfig, MegatronFSDP
 from tests.exchanges import seen
 from tests.models import STRATEGIES, Block, Pair, TinyModel, batches, loss_of
-from tests.ranks import RankPool
+from tests.ranks import RankPool, on_ranks
 from tests.training_models import Skipping, WithUnused
 
 # The modules that are frozen in each step.
@@ -58,7 +58,9 @@ def test_freezing_between_steps(ranks: RankPool, strategy: str, phases: str) -> 
     ranks.run(2, _train, strategy, PHASES[phases], 2)
 
 
-def _unfreeze_what_began_frozen(strategy: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_began_frozen_is_unfrozen_and_given_to_the_optimizer(strategy: str) -> None:
     """As in fine-tuning: the optimizer is given more and more parameters."""
     model = TinyModel()
     _freeze(model, "embedding blocks")
@@ -75,12 +77,9 @@ def _unfreeze_what_began_frozen(strategy: str) -> None:
     pair.assert_same_weights()
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_what_began_frozen_is_unfrozen_and_given_to_the_optimizer(ranks: RankPool, strategy: str) -> None:
-    ranks.run(2, _unfreeze_what_began_frozen, strategy)
-
-
-def _freeze_at_odd_times(strategy: str) -> None:
+def test_freezing_while_weights_are_gathered(strategy: str) -> None:
     """Freeze while a unit is unsharded after a forward without backward, and between forward and backward."""
     pair = Pair(TinyModel(), zero_dp_strategy=strategy)
     tokens = batches(1, 1)[0, 0]
@@ -94,11 +93,6 @@ def _freeze_at_odd_times(strategy: str) -> None:
         _freeze(module, "head")
         loss_of(each, tokens).backward()
     pair.assert_same_gradients()
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_freezing_while_weights_are_gathered(ranks: RankPool, strategy: str) -> None:
-    ranks.run(2, _freeze_at_odd_times, strategy)
 
 
 def _communication_of(phases: list[str]) -> list[tuple[int, int]]:
@@ -124,7 +118,9 @@ def test_frozen_units_are_not_reduced_and_plans_are_made_once(ranks: RankPool) -
     assert ranks.run(2, _communication_of, phases) == [expected] * 2
 
 
-def _skipping(strategy: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_freezing_where_ranks_leave_units_out(strategy: str) -> None:
     pair = Pair(Skipping(), zero_dp_strategy=strategy)
     phases = ["blocks.1", "blocks.1", "", "blocks.2", "", "blocks.1"]
     skipped = [(9, 9), (0, 9), (9, 1), (2, 0), (1, 9), (9, 2)]
@@ -138,12 +134,8 @@ def _skipping(strategy: str) -> None:
     pair.assert_same_weights()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_freezing_where_ranks_leave_units_out(ranks: RankPool, strategy: str) -> None:
-    ranks.run(2, _skipping, strategy)
-
-
-def _zeros_for_unused_only() -> None:
+@on_ranks(2)
+def test_frozen_parameters_get_no_zeros() -> None:
     sharded = MegatronFSDP(WithUnused(), config=FSDPConfig(zero_unused_gradients=True), fsdp_unit_modules=[Block])
     for what in ("blocks.1", "blocks.1.up"):
         _freeze(sharded.module, what)
@@ -153,7 +145,3 @@ def _zeros_for_unused_only() -> None:
         unused = [p.grad for name, p in sharded.module.named_parameters() if "spare" in name and name not in frozen]
         assert unused and not any(local_shard(grad).any() for grad in unused)
         sharded.zero_grad()
-
-
-def test_frozen_parameters_get_no_zeros(ranks: RankPool) -> None:
-    ranks.run(2, _zeros_for_unused_only)

@@ -37,7 +37,7 @@ from tests.models import (
     sgd,
     shard,
 )
-from tests.ranks import RankFailure, RankPool
+from tests.ranks import RankFailure, RankPool, on_ranks
 
 FSDP2 = torch_fsdp
 BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
@@ -171,7 +171,9 @@ def test_hybrid_mesh(ranks: RankPool, setting: str) -> None:
     ranks.run(4, _hybrid, setting)
 
 
-def _compute_dtype_on_meta(strategy: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_compute_dtype_of_a_model_on_the_meta_device(strategy: str) -> None:
     """Values are made in the dtype of main weights, and were never rounded to the dtype of compute."""
     with torch.device("meta"):
         model = TinyModel()
@@ -182,11 +184,6 @@ def _compute_dtype_on_meta(strategy: str) -> None:
         init_model_with_meta_device=True,
     )
     assert any(not torch.equal(w.bfloat16().float(), w) for w in main_weights(model).values())
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_compute_dtype_of_a_model_on_the_meta_device(ranks: RankPool, strategy: str) -> None:
-    ranks.run(2, _compute_dtype_on_meta, strategy)
 
 
 class Precise(nn.Module):
@@ -230,18 +227,17 @@ def _casts(library: types.ModuleType, start: Precise) -> tuple[list, list]:
     return model.seen, values
 
 
-def _per_module_policies() -> None:
+@on_ranks(2)
+def test_policies_of_parts_and_casts() -> None:
     start = Precise().to(device())
     ours, theirs = _casts(fsdp2, start), _casts(FSDP2, start)
     assert ours[0] == theirs[0] == [torch.float32, torch.bfloat16, torch.float64, torch.float32, torch.float64]
     torch.testing.assert_close(ours[1], theirs[1])
 
 
-def test_policies_of_parts_and_casts(ranks: RankPool) -> None:
-    ranks.run(2, _per_module_policies)
-
-
-def _wrapped(reshard: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("reshard", [True, False])
+def test_activation_checkpointing(reshard: bool) -> None:
     start = TinyModel().to(device())
     for number, block in enumerate(start.blocks):
         start.blocks[number] = checkpoint_wrapper(block)
@@ -251,11 +247,6 @@ def _wrapped(reshard: bool) -> None:
     assert_same(ours, train(build(FSDP2, start, BF16, reshard_after_forward=reshard), data))
     assert "blocks.0.up.weight" in ours.weights
     model.load_state_dict(ours.weights)
-
-
-@pytest.mark.parametrize("reshard", [True, False])
-def test_activation_checkpointing(ranks: RankPool, reshard: bool) -> None:
-    ranks.run(2, _wrapped, reshard)
 
 
 def _divide(library: types.ModuleType, start: nn.Module, early: bool) -> Run:
@@ -271,15 +262,12 @@ def _divide(library: types.ModuleType, start: nn.Module, early: bool) -> Run:
     return train(model, batches(3, 3), make_optimizer=sgd)
 
 
-def _gradient_divide_factor() -> None:
+@on_ranks(3)
+def test_gradient_divide_factor() -> None:
     start = TinyModel().to(device())
     expected = _divide(FSDP2, start, True)
     assert_same(_divide(fsdp2, start, True), expected)
     assert_same(_divide(fsdp2, start, False), expected)
-
-
-def test_gradient_divide_factor(ranks: RankPool) -> None:
-    ranks.run(3, _gradient_divide_factor)
 
 
 def _divide_what_waits(mesh: tuple[int, ...], policy: dict) -> None:
@@ -320,7 +308,8 @@ class TwoHeads(TinyModel):
         return self.head(self.features(tokens, scale=2.0))
 
 
-def _forward_method() -> None:
+@on_ranks(2)
+def test_forward_method() -> None:
     start = TwoHeads().to(device())
     runs = []
     for library in (fsdp2, FSDP2):
@@ -345,10 +334,6 @@ def _forward_method() -> None:
         fsdp2.register_fsdp_forward_method(build(fsdp2, start), "missing")
 
 
-def test_forward_method(ranks: RankPool) -> None:
-    ranks.run(2, _forward_method)
-
-
 def _several_losses(library: types.ModuleType, start: nn.Module) -> Run:
     model = build(library, start)
     optimizer, run = sgd(model.parameters()), Run()
@@ -364,13 +349,10 @@ def _several_losses(library: types.ModuleType, start: nn.Module) -> Run:
     return run
 
 
-def _backward_several_times() -> None:
+@on_ranks(2)
+def test_several_backwards_of_one_forward() -> None:
     start = TinyModel().to(device())
     assert_same(_several_losses(fsdp2, start), _several_losses(FSDP2, start))
-
-
-def test_several_backwards_of_one_forward(ranks: RankPool) -> None:
-    ranks.run(2, _backward_several_times)
 
 
 def _count_unshards(reshard: bool | int | None, later: bool) -> list[int]:
@@ -419,7 +401,8 @@ def test_resharding_to_a_number_of_ranks_of_a_hybrid_mesh(ranks: RankPool, numbe
     ranks.run(4, _number_of_ranks, number, (2, 2))
 
 
-def _no_divisor() -> None:
+@on_ranks(3)
+def test_resharding_to_a_number_that_is_not_a_divisor_raises() -> None:
     for number in (0, -1, 2, 6):
         for library in (fsdp2, FSDP2):
             model = nn.Linear(3, 3)
@@ -428,10 +411,6 @@ def _no_divisor() -> None:
             assert type(model) is nn.Linear
     with pytest.raises(ValueError, match="expected a bool or a number of ranks; got '2'"):
         fsdp2.fully_shard(nn.Linear(3, 3), reshard_after_forward="2")
-
-
-def test_resharding_to_a_number_that_is_not_a_divisor_raises(ranks: RankPool) -> None:
-    ranks.run(3, _no_divisor)
 
 
 def _count_ranks(interface: str, number: int) -> list[list[int]]:
@@ -569,7 +548,8 @@ def test_the_root_is_resharded_after_forward_if_its_call_says_so(
     assert ranks.run(2, _root_reshards, given) == [expected, expected]
 
 
-def _every_setting() -> None:
+@on_ranks(2)
+def test_settings_that_change_no_result() -> None:
     start = TinyModel().to(device())
     data = batches(3, 2)
 
@@ -591,7 +571,3 @@ def _every_setting() -> None:
         assert isinstance(blocks[2].up.weight, DTensor)
 
     assert_same(train(build(fsdp2, start), data, before_backward), train(build(FSDP2, start), data, before_backward))
-
-
-def test_settings_that_change_no_result(ranks: RankPool) -> None:
-    ranks.run(2, _every_setting)

@@ -11,7 +11,7 @@ import torch.distributed.fsdp as torch_fsdp
 
 from megatron.fsdp import fsdp2
 from tests.models import TinyModel, batches, device, loss_of
-from tests.ranks import ROOT, RankPool
+from tests.ranks import ROOT, on_ranks
 
 # What some supported versions of torch lack.
 LATER_ARGUMENTS, LATER_CLASSES = {"dp_mesh_dims"}, {"DataParallelMeshDims"}
@@ -47,18 +47,16 @@ def test_every_field_of_torchs_policy_is_known() -> None:
     assert {field.name for field in dataclasses.fields(torch_fsdp.MixedPrecisionPolicy)} <= known
 
 
-def _dtypes_per_parameter() -> None:
+@on_ranks(1)
+def test_dtypes_per_parameter_are_refused() -> None:
     ours = dataclasses.asdict(fsdp2.MixedPrecisionPolicy())
     fsdp2.fully_shard(TinyModel(), mp_policy=SimpleNamespace(**ours, param_dtype_override_fn=None))
     with pytest.raises(NotImplementedError, match="^param_dtype_override_fn: "):
         fsdp2.fully_shard(TinyModel(), mp_policy=SimpleNamespace(**ours, param_dtype_override_fn=lambda p: p.dtype))
 
 
-def test_dtypes_per_parameter_are_refused(ranks: RankPool) -> None:
-    ranks.run(1, _dtypes_per_parameter)
-
-
-def _early_reads() -> None:
+@on_ranks(2)
+def test_reads_of_shards_before_the_first_forward() -> None:
     """Names of DTensors shard the model of a parameter that was reached as an attribute."""
     torch.manual_seed(0)
     model = TinyModel().to(device())
@@ -72,11 +70,8 @@ def _early_reads() -> None:
     assert torch.equal(kept.to_local(), model.head.weight.to_local())
 
 
-def test_reads_of_shards_before_the_first_forward(ranks: RankPool) -> None:
-    ranks.run(2, _early_reads)
-
-
-def _transformed() -> None:
+@on_ranks(1)
+def test_a_first_forward_inside_of_torch_func_raises_and_changes_nothing() -> None:
     model = TinyModel().to(device())
     fsdp2.fully_shard(model.blocks[0])
     fsdp2.fully_shard(model)
@@ -84,7 +79,3 @@ def _transformed() -> None:
     with pytest.raises(NotImplementedError, match=r"torch\.func .* do not work"):
         torch.vmap(model)(tokens[None])
     loss_of(model, tokens).backward()
-
-
-def test_a_first_forward_inside_of_torch_func_raises_and_changes_nothing(ranks: RankPool) -> None:
-    ranks.run(1, _transformed)

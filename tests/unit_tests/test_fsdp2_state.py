@@ -29,13 +29,17 @@ from megatron.fsdp.dtensor.torch_patches import TORCH
 from megatron.fsdp.fsdp2.marked import model_of
 from megatron_fsdp import fully_shard_model, save_safetensors
 from tests.models import DEVICE, TinyModel, adamw, batches, device, loss_of, sgd
-from tests.ranks import RankPool
+from tests.ranks import RankPool, on_ranks
 from tests.unit_tests.test_fsdp2 import BF16, FSDP2, Run, assert_same, build, full_weights, train
 
 # When the model is sharded ------------------------------------------------------------------------------------------
 
 
-def _one_module(first: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize(
+    "first", ["parameters", "named_parameters", "state_dict", "load_state_dict", "forward", "unshard", "around"]
+)
+def test_single_module_is_sharded_when_first_needed(first: str) -> None:
     start = TinyModel().to(device())
     model = fsdp2.fully_shard(copy.deepcopy(start))
     assert isinstance(model, TinyModel) and isinstance(model, fsdp2.FSDPModule)
@@ -63,13 +67,6 @@ def _one_module(first: str) -> None:
     torch.testing.assert_close(model(tokens), start(tokens))
 
 
-@pytest.mark.parametrize(
-    "first", ["parameters", "named_parameters", "state_dict", "load_state_dict", "forward", "unshard", "around"]
-)
-def test_single_module_is_sharded_when_first_needed(ranks: RankPool, first: str) -> None:
-    ranks.run(2, _one_module, first)
-
-
 def _units() -> list[str]:
     """Nested as deep as one likes, in any order, some in a list."""
     model: Any = TinyModel()
@@ -87,7 +84,9 @@ def test_marked_modules_are_units(ranks: RankPool) -> None:
     assert ranks.run(2, _units)[0] == ["", *blocks, "head"]
 
 
-def _parts_only(early: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("early", [True, False])
+def test_modules_that_nothing_marked_is_around(early: bool) -> None:
     """Several models in one that is not marked; an optimizer that has its parameters from before."""
     start = TinyModel().to(device())
     runs = []
@@ -112,12 +111,8 @@ def _parts_only(early: bool) -> None:
     assert_same(*runs)
 
 
-@pytest.mark.parametrize("early", [True, False])
-def test_modules_that_nothing_marked_is_around(ranks: RankPool, early: bool) -> None:
-    ranks.run(2, _parts_only, early)
-
-
-def _one_rank_asks() -> None:
+@on_ranks(2)
+def test_one_rank_may_ask_alone() -> None:
     mesh = init_device_mesh(DEVICE, (2, 1), mesh_dim_names=("replicate", "shard"))
     start = TinyModel().to(device())
     model = build(fsdp2, start, mesh=mesh)
@@ -129,11 +124,9 @@ def _one_rank_asks() -> None:
     train(model, batches(1, 2))
 
 
-def test_one_rank_may_ask_alone(ranks: RankPool) -> None:
-    ranks.run(2, _one_rank_asks)
-
-
-def _delete(trained: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("trained", [True, False])
+def test_deleting_the_model_frees_it(trained: bool) -> None:
     adamw([nn.Parameter(torch.zeros(1))])  # torch's own first optimizer is kept by an import that it tries
     gc.collect()
     gc.disable()
@@ -152,12 +145,8 @@ def _delete(trained: bool) -> None:
         gc.enable()
 
 
-@pytest.mark.parametrize("trained", [True, False])
-def test_deleting_the_model_frees_it(ranks: RankPool, trained: bool) -> None:
-    ranks.run(2, _delete, trained)
-
-
-def _later_parts() -> None:
+@on_ranks(2)
+def test_parts_that_the_optimizer_meets_later() -> None:
     """Parts that are sharded, or given to the optimizer, after it has taken steps."""
     start = nn.ModuleList(nn.Linear(13, 13) for _ in range(3)).to(device())
     runs = []
@@ -180,10 +169,6 @@ def _later_parts() -> None:
     torch.testing.assert_close(*runs)
 
 
-def test_parts_that_the_optimizer_meets_later(ranks: RankPool) -> None:
-    ranks.run(2, _later_parts)
-
-
 # Optimizers ---------------------------------------------------------------------------------------------------------
 
 
@@ -199,7 +184,9 @@ def _marked() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def _state_set_first(calls: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("calls", ["both", "shards", "full"])
+def test_state_may_be_set_before_anything_is_read(calls: str) -> None:
     model, optimizer = _marked()
     train(model, batches(1, 2), make_optimizer=lambda _: optimizer)
     full = StateDictOptions(full_state_dict=calls == "full")
@@ -214,11 +201,6 @@ def _state_set_first(calls: str) -> None:
         set_model_state_dict(other, states[0], options=full)
     pairs: Any = ((model, optimizer), (other, resumed))
     assert_same(*(train(each, batches(1, 2, seed=5), make_optimizer=lambda _, its=its: its) for each, its in pairs))
-
-
-@pytest.mark.parametrize("calls", ["both", "shards", "full"])
-def test_state_may_be_set_before_anything_is_read(ranks: RankPool, calls: str) -> None:
-    ranks.run(2, _state_set_first, calls)
 
 
 def _safetensors(folder: str) -> None:
@@ -270,7 +252,8 @@ def test_evenly_sharded_state_loads(ranks: RankPool, world: int) -> None:
     ranks.run(world, _evenly_sharded)
 
 
-def _meta_device() -> None:
+@on_ranks(2)
+def test_meta_device() -> None:
     """Building on the meta device, as one writes it for FSDP2: the values come from the user's own code."""
     with torch.device("meta"):
         model = TinyModel()
@@ -287,10 +270,6 @@ def _meta_device() -> None:
         assert all((weight == 0.25).all() for weight in full_weights(model).values())
     model.load_state_dict(start.state_dict())
     train(model, batches(2, 2))
-
-
-def test_meta_device(ranks: RankPool) -> None:
-    ranks.run(2, _meta_device)
 
 
 @dataclass
@@ -310,7 +289,9 @@ class Scale(nn.Module):
         return Value(value.x * self.weight)
 
 
-def _initialized_by_the_caller(by: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("by", ["state", "load", "init"])
+def test_the_caller_initializes_modules_without_a_method_for_it(by: str) -> None:
     with torch.device("meta"):
         model = nn.Sequential(Scale(), Scale())
     policy = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float64)
@@ -337,15 +318,11 @@ def _initialized_by_the_caller(by: str) -> None:
     assert result.dtype is torch.float64 and (result == 4).all()
 
 
-@pytest.mark.parametrize("by", ["state", "load", "init"])
-def test_the_caller_initializes_modules_without_a_method_for_it(ranks: RankPool, by: str) -> None:
-    ranks.run(2, _initialized_by_the_caller, by)
-
-
 # Errors ---------------------------------------------------------------------------------------------------------------
 
 
-def _invalid_arguments() -> None:
+@on_ranks(2)
+def test_arguments() -> None:
     model = TinyModel()
     with pytest.raises(NotImplementedError, match="dp_mesh_dims: give the data-parallel axes"):
         fsdp2.fully_shard(model, dp_mesh_dims=fsdp2.DataParallelMeshDims(shard="dp"))
@@ -360,11 +337,8 @@ def _invalid_arguments() -> None:
     train(model.to(device()), batches(1, 2))
 
 
-def test_arguments(ranks: RankPool) -> None:
-    ranks.run(2, _invalid_arguments)
-
-
-def _invalid_models() -> None:
+@on_ranks(2)
+def test_models() -> None:
     with pytest.raises(ValueError, match=r"Parameter 1\.weight is a .*UninitializedParameter, which has no shape yet"):
         fsdp2.fully_shard(nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2)))
     half = fsdp2.MixedPrecisionPolicy(param_dtype=torch.float16)
@@ -379,11 +353,8 @@ def _invalid_models() -> None:
         fsdp2.fully_shard(model).state_dict()
 
 
-def test_models(ranks: RankPool) -> None:
-    ranks.run(2, _invalid_models)
-
-
-def _unsupported_methods() -> None:
+@on_ranks(2)
+def test_methods() -> None:
     model = build(fsdp2, TinyModel().to(device()))
     with pytest.raises(NotImplementedError, match="cannot be copied"):
         copy.deepcopy(model)
@@ -415,10 +386,6 @@ def _unsupported_methods() -> None:
         inner(torch.zeros(2, 13, device=device()))
 
 
-def test_methods(ranks: RankPool) -> None:
-    ranks.run(2, _unsupported_methods)
-
-
 def _exception(library: Any, start: nn.Module, accumulated: bool) -> dict[str, torch.Tensor]:
     """Train after a forward that raised, and after gradients that are dropped with it if there are any."""
     model = build(library, start)
@@ -439,19 +406,17 @@ def _exception(library: Any, start: nn.Module, accumulated: bool) -> dict[str, t
     return full_weights(model)
 
 
-def _reset() -> None:
+@on_ranks(2)
+@pytest.mark.skipif(
+    not hasattr(torch_fsdp.FSDPModule, "reset_iter_state"), reason="this version of torch has no reset_iter_state"
+)
+def test_reset_after_an_exception() -> None:
     start = TinyModel().to(device())
     torch.testing.assert_close(_exception(fsdp2, start, True), _exception(FSDP2, start, False))
 
 
-@pytest.mark.skipif(
-    not hasattr(torch_fsdp.FSDPModule, "reset_iter_state"), reason="this version of torch has no reset_iter_state"
-)
-def test_reset_after_an_exception(ranks: RankPool) -> None:
-    ranks.run(2, _reset)
-
-
-def _torchs_rules() -> None:
+@on_ranks(1)
+def test_states_and_exceptions() -> None:
     model = TinyModel().to(device())
     fsdp2.fully_shard(model.blocks[0])
     fsdp2.fully_shard(model)
@@ -467,7 +432,3 @@ def _torchs_rules() -> None:
     for settings, reason in refused:
         with pytest.raises(ValueError, match=reason):
             fully_shard_model(TinyModel(), reshard_after_forward=2, **settings)
-
-
-def test_states_and_exceptions(ranks: RankPool) -> None:
-    ranks.run(1, _torchs_rules)

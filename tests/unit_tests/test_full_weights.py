@@ -16,7 +16,7 @@ from megatron.fsdp.dtensor.gathering import gather_full
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard_model
 from tests.exchanges import both_exchanges
 from tests.models import DEVICE, STRATEGIES, Block, TinyModel, device
-from tests.ranks import RankPool
+from tests.ranks import RankPool, on_ranks
 from tests.tensor_bytes import TensorBytes, build, call_counted
 
 FP32_MAIN = MixedPrecisionPolicy(main_params_dtype=torch.float32)
@@ -65,13 +65,10 @@ def test_equal_to_gathered_weights(ranks: RankPool, strategy: str, bucket_bytes:
     assert max(sizes, default=0) <= bucket_bytes
 
 
+@on_ranks(4)
 @pytest.mark.parametrize("outer", ["no_shard", "optim"])
 @pytest.mark.parametrize("bucket_bytes", [700, 1 << 20])
-def test_two_data_parallel_axes(ranks: RankPool, outer: str, bucket_bytes: int) -> None:
-    ranks.run(4, _agree_on_two_axes, outer, bucket_bytes)
-
-
-def _agree_on_two_axes(outer: str, bucket_bytes: int) -> None:
+def test_two_data_parallel_axes(outer: str, bucket_bytes: int) -> None:
     mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("outer", "inner"))
     axes = {"device_mesh": mesh, "dp_shard_dim": "inner", "dp_outer_dim": "outer", "outer_dp_sharding_strategy": outer}
     _agree(bucket_bytes, axes)
@@ -86,7 +83,9 @@ class _Mlp(nn.Module):
         return self.down(torch.tanh(self.up(x)))
 
 
-def _tensor_parallel(bucket_bytes: int) -> None:
+@on_ranks(4)
+@pytest.mark.parametrize("bucket_bytes", [700, 1 << 20])
+def test_tensor_parallel(bucket_bytes: int) -> None:
     torch.manual_seed(1)
     model = nn.Sequential(_Mlp(), _Mlp()).to(device())
     expected = {name: value.detach().clone() for name, value in model.named_parameters()}
@@ -104,12 +103,8 @@ def _tensor_parallel(bucket_bytes: int) -> None:
             assert not found
 
 
-@pytest.mark.parametrize("bucket_bytes", [700, 1 << 20])
-def test_tensor_parallel(ranks: RankPool, bucket_bytes: int) -> None:
-    ranks.run(4, _tensor_parallel, bucket_bytes)
-
-
-def _refuses() -> None:
+@on_ranks(2)
+def test_refuses_what_would_give_wrong_weights() -> None:
     model = _model()
     with pytest.raises(ValueError, match=r"expected bucket_bytes of at least 1; got 0"):
         model.full_weights(0)
@@ -131,10 +126,6 @@ def _refuses() -> None:
     renamed = model.full_weights(convert=lambda name, tensor: [(f"hf.{name}", tensor[:1] if tensor.ndim else tensor)])
     assert all(name.startswith("hf.") for bucket in renamed for name in bucket)
     model(torch.zeros(1, 3, dtype=torch.int64, device=device())).sum().backward()
-
-
-def test_refuses_what_would_give_wrong_weights(ranks: RankPool) -> None:
-    ranks.run(2, _refuses)
 
 
 def measure_memory(bucket_bytes: int) -> dict[str, int]:

@@ -19,7 +19,7 @@ from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron_fsdp import FSDPConfig, MegatronFSDP, MixedPrecisionPolicy
 from tests.exchanges import wrapped
 from tests.models import STRATEGIES, Block, TinyModel, batches, device, loss_of
-from tests.ranks import RankPool
+from tests.ranks import RankPool, on_ranks
 
 FP32 = MixedPrecisionPolicy(main_grads_dtype=torch.float32)
 NAN = float("nan")
@@ -191,7 +191,9 @@ def test_fused_gradients_of_micro_batches(ranks: RankPool, strategy: str, way: s
     ranks.run(2, _same_gradients, WAYS[way], strategy, 3, accumulates)
 
 
-def _delayed_gradients(calls: int) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("calls", [1, 2, 3])
+def test_fused_gradients_that_are_computed_after_the_backward(calls: int) -> None:
     way = Way(calls=calls)
     data = batches(1, dist.get_world_size())[0, dist.get_rank()]
     plain = _gradients(_shard(way, "optim_grads_params", fused=False), 1, False)
@@ -217,15 +219,12 @@ def _delayed_gradients(calls: int) -> None:
     _nothing_is_left(sharded)
 
 
-@pytest.mark.parametrize("calls", [1, 2, 3])
-def test_fused_gradients_that_are_computed_after_the_backward(ranks: RankPool, calls: int) -> None:
-    ranks.run(2, _delayed_gradients, calls)
-
-
 # Requests --------------------------------------------------------------------------------------------------------
 
 
-def _requests(strategy: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_requests_in_backward_get_the_place_in_the_buffer(strategy: str) -> None:
     sharded = _shard(Way(dtype=torch.bfloat16), strategy)
     group = next(group for group in sharded.engine.groups for e in group.params if e.name == "head.weight")
     weight = next(e.compute for e in group.params if e.name == "head.weight")
@@ -249,11 +248,6 @@ def _requests(strategy: str) -> None:
     sharded.engine.abandon_pass()
     assert seen
     _nothing_is_left(sharded)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_requests_in_backward_get_the_place_in_the_buffer(ranks: RankPool, strategy: str) -> None:
-    ranks.run(2, _requests, strategy)
 
 
 def _evaluate() -> None:
@@ -280,7 +274,9 @@ def test_evaluation_leaves_a_placeholder_that_cannot_be_written(ranks: RankPool)
 # Failures and freezing -------------------------------------------------------------------------------------------
 
 
-def _fail(strategy: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+def test_a_failed_backward_gives_its_buffers_back(strategy: str) -> None:
     way = Way(settings={"fsdp_double_buffer": True})
     expected = _gradients(_shard(way, strategy), 1, False)
     sharded = _shard(way, strategy)
@@ -305,11 +301,6 @@ def _fail(strategy: str) -> None:
             torch.testing.assert_close(found[name], grad)
         made.append(pool.buffers())
     assert made[1] == made[2], "what failed passes have allocated is given back"
-
-
-@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
-def test_a_failed_backward_gives_its_buffers_back(ranks: RankPool, strategy: str) -> None:
-    ranks.run(2, _fail, strategy)
 
 
 def _freeze(strategy: str) -> None:
@@ -372,7 +363,10 @@ class _Writes(TorchDispatchMode):
         return found
 
 
-def _writes(strategy: str, dtype: torch.dtype) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nothing_is_zeroed_or_copied_between_kernel_and_collective(strategy: str, dtype: torch.dtype) -> None:
     from megatron.fsdp.buffers.parameter_group import ParameterGroup
 
     writes = _Writes()
@@ -430,11 +424,3 @@ def _writes(strategy: str, dtype: torch.dtype) -> None:
                 copied = [size for name, size in writes.seen if name not in ("aten::mm", "collective")]
                 assert sum(copied) <= 2 * gaps, writes.seen
             assert sum(name == "collective" for name, _ in writes.seen) == 2
-
-
-@pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_nothing_is_zeroed_or_copied_between_kernel_and_collective(
-    ranks: RankPool, strategy: str, dtype: torch.dtype
-) -> None:
-    ranks.run(2, _writes, strategy, dtype)

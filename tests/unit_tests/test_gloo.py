@@ -10,7 +10,7 @@ from torch import nn
 from megatron.fsdp.comm import gloo
 from megatron.fsdp.comm.streams import CpuStream
 from megatron_fsdp import fully_shard_model
-from tests.ranks import RankPool
+from tests.ranks import RankPool, on_ranks
 
 SUM = dist.ReduceOp.SUM
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for tensors in host memory")
@@ -77,7 +77,8 @@ def test_a_streams_own_groups_do_not_pile_up(ranks: RankPool) -> None:
         assert len(set(counts)) == 1
 
 
-def _gather_biases() -> None:
+@on_ranks(4)
+def test_gathering_what_one_rank_holds_does_not_wait_for_the_caller() -> None:
     """Biases that one of four ranks holds: it sends them, and gathering one takes no time to speak of."""
     model = fully_shard_model(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32)), shard_granularity="parameter")
     began = time.monotonic()
@@ -85,7 +86,3 @@ def _gather_biases() -> None:
         for bias in (model.module[0].bias, model.module[1].bias):
             bias.full_tensor()
     assert time.monotonic() - began < 5
-
-
-def test_gathering_what_one_rank_holds_does_not_wait_for_the_caller(ranks: RankPool) -> None:
-    ranks.run(4, _gather_biases)

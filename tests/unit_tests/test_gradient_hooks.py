@@ -29,7 +29,7 @@ from tests.models import (
     shard,
     whole,
 )
-from tests.ranks import RankPool
+from tests.ranks import RankPool, on_ranks
 
 
 def _both() -> tuple[TinyModel, TinyModel]:
@@ -62,7 +62,10 @@ class Seen:
             torch.testing.assert_close(whole(entry, last), expected.cpu(), rtol=2e-5, atol=1e-6)
 
 
-def _reduced(strategy: str, when: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_hooks_after_accumulation_see_reduced_gradients(strategy: str, when: str) -> None:
     model, reference = _both()
     seen, handles = Seen(), []
     if when == "before":
@@ -83,13 +86,10 @@ def _reduced(strategy: str, when: str) -> None:
     assert all(len(calls) == 2 for calls in seen.gradients.values())
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_hooks_after_accumulation_see_reduced_gradients(ranks: RankPool, strategy: str, when: str) -> None:
-    ranks.run(2, _reduced, strategy, when)
-
-
-def _replaced(strategy: str, when: str) -> None:
+def test_hooks_may_replace_reduced_gradients(strategy: str, when: str) -> None:
     """The value that a hook returns replaces the gradient of every micro-batch."""
     model, reference = _both()
     calls: list[float] = []
@@ -124,21 +124,12 @@ def _replaced(strategy: str, when: str) -> None:
     assert len(calls) == 3 * 2 * len(names)
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_hooks_may_replace_reduced_gradients(ranks: RankPool, strategy: str, when: str) -> None:
-    ranks.run(2, _replaced, strategy, when)
-
-
-def _wrong_replacement() -> None:
+@on_ranks(1)
+def test_replacing_a_gradient_by_another_type_raises() -> None:
     sharded = fully_shard_model(_both()[0], fsdp_unit_modules=[Block])
     sharded.module.head.weight.register_hook(lambda grad: torch.zeros(3))
     with pytest.raises(ValueError, match=r"hook of head.weight returned a Tensor of shape \(3,\): expected a DTensor"):
         loss_of(sharded, batches(1, 1)[0, 0]).backward()
-
-
-def test_replacing_a_gradient_by_another_type_raises(ranks: RankPool) -> None:
-    ranks.run(1, _wrong_replacement)
 
 
 def _steps_in_hooks(library: types.ModuleType | None, start: nn.Module, data: torch.Tensor) -> list[float]:
@@ -169,7 +160,8 @@ def _steps_in_hooks(library: types.ModuleType | None, start: nn.Module, data: to
     return losses
 
 
-def _step_in_backward() -> None:
+@on_ranks(2)
+def test_optimizers_may_step_in_hooks() -> None:
     start, reference = _both()
     data = batches(4, dist.get_world_size())
     optimizer, expected = torch.optim.SGD(reference.parameters(), lr=0.3, momentum=0.9), []
@@ -183,11 +175,8 @@ def _step_in_backward() -> None:
         torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_optimizers_may_step_in_hooks(ranks: RankPool) -> None:
-    ranks.run(2, _step_in_backward)
-
-
-def _of_what_is_not_trained_yet() -> None:
+@on_ranks(2)
+def test_hooks_of_frozen_parameters() -> None:
     """A frozen parameter's hook waits until it is trained; one that got no gradient is not called."""
     model, _ = _both()
     seen = Seen()
@@ -202,10 +191,6 @@ def _of_what_is_not_trained_yet() -> None:
     model.blocks[0].requires_grad_(True)
     loss_of(sharded, tokens).backward()
     assert len(seen.gradients) == len(list(model.blocks[0].parameters()))
-
-
-def test_hooks_of_frozen_parameters(ranks: RankPool) -> None:
-    ranks.run(2, _of_what_is_not_trained_yet)
 
 
 def _halve(param: nn.Parameter) -> None:
@@ -226,7 +211,9 @@ class _Twice(nn.Module):
         return x
 
 
-def _gradients_in_parts(strategy: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_hooks_under_reentrant_checkpointing(strategy: str) -> None:
     """Reentrant checkpointing accumulates a gradient in parts, and hooks would be called with each."""
     for reentrant in False, True:
         torch.manual_seed(0)
@@ -249,12 +236,9 @@ def _gradients_in_parts(strategy: str) -> None:
         torch.testing.assert_close(grad.full_tensor(), plain.layer.weight.grad)
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_hooks_under_reentrant_checkpointing(ranks: RankPool, strategy: str) -> None:
-    ranks.run(2, _gradients_in_parts, strategy)
-
-
-def _kept_parameters(strategy: str) -> None:
+def test_hooks_of_compute_weights(strategy: str) -> None:
     """Hooks of a parameter object from before sharding are called with reduced gradients."""
     model, _ = _both()
     weight = model.head.weight
@@ -272,11 +256,6 @@ def _kept_parameters(strategy: str) -> None:
     loss_of(sharded, batches(1, 1)[0, 0]).backward()
     assert seen == [(31, 13)]
     assert [type(grad) for grad in reduced] == [RaggedDTensor, RaggedDTensor]
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_hooks_of_compute_weights(ranks: RankPool, strategy: str) -> None:
-    ranks.run(2, _kept_parameters, strategy)
 
 
 def _materialized(make: Callable[..., torch.optim.Optimizer] = sgd) -> None:

@@ -8,7 +8,7 @@ from megatron.fsdp.buffers.pool import HostPool
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron_fsdp import MegatronFSDP, fully_shard
 from tests.models import Block, TinyModel, batches, loss_of, sgd
-from tests.ranks import DEVICE, RankPool
+from tests.ranks import DEVICE, RankPool, on_ranks
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="the pool of a CPU")
 
@@ -108,7 +108,8 @@ def test_full_gradients_keep_their_memory(ranks: RankPool) -> None:
         assert places[0] == places[1] == places[2]
 
 
-def _keep_gradients() -> None:
+@on_ranks(2)
+def test_gradients_that_a_user_keeps_are_not_overwritten() -> None:
     sharded, optimizer = _with_full_gradients()
     kept, copies = [], []
     for step in batches(steps=3, per_step=1):
@@ -122,11 +123,8 @@ def _keep_gradients() -> None:
             assert torch.equal(local_shard(grad), copy)
 
 
-def test_gradients_that_a_user_keeps_are_not_overwritten(ranks: RankPool) -> None:
-    ranks.run(2, _keep_gradients)
-
-
-def _set_to_zero() -> None:
+@on_ranks(2)
+def test_gradients_that_stay_are_added_to() -> None:
     sharded, optimizer = _with_full_gradients()
     for step in batches(steps=3, per_step=1):
         loss_of(sharded, step[0]).backward()
@@ -137,7 +135,3 @@ def _set_to_zero() -> None:
         once = [local_shard(parameter.grad).sum().item() for parameter in sharded.parameters()]
         assert twice == pytest.approx([2 * value for value in once], rel=1e-4, abs=1e-5)
         optimizer.zero_grad(set_to_none=False)
-
-
-def test_gradients_that_stay_are_added_to(ranks: RankPool) -> None:
-    ranks.run(2, _set_to_zero)

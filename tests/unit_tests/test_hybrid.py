@@ -16,7 +16,7 @@ from tests.models import (
     batches,
     loss_of,
 )
-from tests.ranks import RankPool
+from tests.ranks import RankPool, on_ranks
 
 DEFINED = [(i, o) for i in STRATEGIES for o in OUTER if not (i == "no_shard" and o == "optim")]
 
@@ -104,7 +104,8 @@ def test_sharding_over_the_outer_axis_alone_is_refused(ranks: RankPool) -> None:
     ranks.run(2, _undefined)
 
 
-def _flattened() -> None:
+@on_ranks(4)
+def test_axis_may_be_a_flattened_one() -> None:
     mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp", "cp"))
     mesh["dp", "cp"]._flatten("dp_shard_cp")
     model = fully_shard_model(TinyModel(), mesh, "dp_shard_cp", fsdp_unit_modules=[Block])
@@ -112,18 +113,11 @@ def _flattened() -> None:
     assert model.index.get_fsdp_group().size() == 4
 
 
-def test_axis_may_be_a_flattened_one(ranks: RankPool) -> None:
-    ranks.run(4, _flattened)
-
-
-def _wrong_group() -> None:
+@on_ranks(2)
+def test_group_must_have_the_ranks_of_its_axes() -> None:
     mesh = _mesh(1, 2)
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     with pytest.raises(ValueError, match=r"hybrid_fsdp_group: expected a group of ranks \[0, 1\]"):
         fully_shard_model(TinyModel(), hybrid_fsdp_group=alone, **mesh)
     with pytest.raises(ValueError, match="so it needs dp_outer_dim"):
         fully_shard_model(TinyModel(), mesh["device_mesh"], "dp_shard", hybrid_fsdp_group=dist.group.WORLD)
-
-
-def test_group_must_have_the_ranks_of_its_axes(ranks: RankPool) -> None:
-    ranks.run(2, _wrong_group)

@@ -10,7 +10,7 @@ from torch import nn
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
 from megatron_fsdp import fully_shard_model
 from tests.models import device
-from tests.ranks import RankPool
+from tests.ranks import RankPool, on_ranks
 from tests.unit_tests.test_same_answer import SETTINGS, Block, Model, same, train
 
 
@@ -79,15 +79,12 @@ MODELS: dict[str, Any] = {
 }
 
 
-def _same(name: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("name", MODELS)
+def test_trains_as_unsharded(name: str) -> None:
     # Without a buffer that units share: they are needed at the same time.
     settings = [each for each in SETTINGS if name not in ("learning", "forces") or each != "double buffer"]
     same(train, MODELS[name], settings)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_trains_as_unsharded(ranks: RankPool, name: str) -> None:
-    ranks.run(2, _same, name)
 
 
 class Clamped(nn.Linear):

@@ -21,7 +21,7 @@ from tests.models import (
     sgd,
     train_reference,
 )
-from tests.ranks import RankPool
+from tests.ranks import RankPool, on_ranks
 from tests.slow import all_but_slow
 
 
@@ -39,7 +39,12 @@ def _train(model: MegatronFSDP, data: torch.Tensor, **arguments: Any) -> None:
         optimizer.zero_grad()
 
 
-def _equals_the_unsharded_loop(strategy: str, depth: int, micro_batches: int) -> None:
+# With an odd number of blocks, the forward and the backward are in the same block halfway.
+@on_ranks(2)
+@pytest.mark.every_strategy
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("depth", "micro_batches"), [(3, 3), (4, 2)])
+def test_it_equals_the_unsharded_loop(strategy: str, depth: int, micro_batches: int) -> None:
     torch.manual_seed(3)
     module, reference = (TinyModel(depth=depth, tied=True).to(device()) for _ in range(2))
     reference.load_state_dict(module.state_dict())
@@ -49,14 +54,6 @@ def _equals_the_unsharded_loop(strategy: str, depth: int, micro_batches: int) ->
     _train(model, data[:, dist.get_rank() :: dist.get_world_size()])
     assert_same_weights(model, reference)
     assert all(unit.state is WeightState.SHARDED for unit in model.engine.units)
-
-
-# With an odd number of blocks, the forward and the backward are in the same block halfway.
-@pytest.mark.every_strategy
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize(("depth", "micro_batches"), [(3, 3), (4, 2)])
-def test_it_equals_the_unsharded_loop(ranks: RankPool, strategy: str, depth: int, micro_batches: int) -> None:
-    ranks.run(2, _equals_the_unsharded_loop, strategy, depth, micro_batches)
 
 
 def _starts_as_the_reference(strategy: str) -> tuple[MegatronFSDP, TinyModel, torch.Tensor]:
@@ -94,7 +91,13 @@ def testordinary_steps_and_evaluations_in_between(ranks: RankPool, strategy: str
     ranks.run(2, _alternates_with_the_ordinary_loop, strategy, delay, sync_each)
 
 
-def _continues_after_an_exception(strategy: str, at: int, abandon: bool, ordinary: bool) -> None:
+# Within the first micro-batch's forward, and the first and the last layer of the second's during its backward.
+@on_ranks(2)
+@pytest.mark.parametrize("ordinary", [True, False], ids=["ordinary", "interleaved"])
+@pytest.mark.parametrize("abandon", [True, False], ids=["abandoned", "not abandoned"])
+@pytest.mark.parametrize("at", [3, 14, 23])
+@pytest.mark.parametrize("strategy", all_but_slow(STRATEGIES, "optim_grads_params"))
+def test_exceptions(strategy: str, at: int, abandon: bool, ordinary: bool) -> None:
     model, reference, data = _starts_as_the_reference(strategy)
     optimizer = fully_shard_optimizer(sgd(model.parameters()))
     calls = 0
@@ -121,15 +124,6 @@ def _continues_after_an_exception(strategy: str, at: int, abandon: bool, ordinar
         optimizer.zero_grad()
     train_reference(reference, data)
     assert_same_weights(model, reference)
-
-
-# Within the first micro-batch's forward, and the first and the last layer of the second's during its backward.
-@pytest.mark.parametrize("ordinary", [True, False], ids=["ordinary", "interleaved"])
-@pytest.mark.parametrize("abandon", [True, False], ids=["abandoned", "not abandoned"])
-@pytest.mark.parametrize("at", [3, 14, 23])
-@pytest.mark.parametrize("strategy", all_but_slow(STRATEGIES, "optim_grads_params"))
-def test_exceptions(ranks: RankPool, strategy: str, at: int, abandon: bool, ordinary: bool) -> None:
-    ranks.run(2, _continues_after_an_exception, strategy, at, abandon, ordinary)
 
 
 def _reductions(delay: bool) -> list[str]:

@@ -16,7 +16,7 @@ from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron_fsdp import MegatronFSDP, fully_shard, register_optimizer
 from tests.fused_adam import ApexAdam, FusedAdam
 from tests.models import Block, TinyModel, adamw, assert_same_weights, batches, device, load_from, loss_of, save_to
-from tests.ranks import RankPool
+from tests.ranks import RankPool, on_ranks
 
 Sharded = tuple[MegatronFSDP, torch.optim.Optimizer]
 Unsharded = tuple[nn.Module, torch.optim.Optimizer]
@@ -82,7 +82,8 @@ def test_optimizer_sees_a_plain_tensor_per_parameter(
     ranks.run(number, _train, make)
 
 
-def _state() -> None:
+@on_ranks(2)
+def test_state_that_is_loaded_changed_replaced_or_dropped() -> None:
     (sharded, optimizer), (reference, reference_optimizer) = _both(_parameters)
     data = batches(6, 1)[:, 0]
     for tokens in data[:2]:
@@ -122,11 +123,8 @@ def _state() -> None:
     assert_same_weights(sharded, reference)
 
 
-def test_state_that_is_loaded_changed_replaced_or_dropped(ranks: RankPool) -> None:
-    ranks.run(2, _state)
-
-
-def _added_later() -> None:
+@on_ranks(2)
+def test_parameters_that_are_added_or_get_other_options() -> None:
     """Parameter groups that are added later, and parameters that move to another group."""
 
     def first(model: nn.Module) -> torch.optim.Optimizer:
@@ -145,10 +143,6 @@ def _added_later() -> None:
             _step(sharded if each is sharded.module else each, each_optimizer, tokens)
         dist.barrier()
     assert_same_weights(sharded, reference)
-
-
-def test_parameters_that_are_added_or_get_other_options(ranks: RankPool) -> None:
-    ranks.run(2, _added_later)
 
 
 def _fused_groups(kind: Any, model: nn.Module, **options: Any) -> torch.optim.Optimizer:
@@ -210,7 +204,8 @@ def test_fused_optimizers_of_other_libraries_save_load_and_reshard(
     ranks.run(2, _steps_with_fused, library, str(tmp_path), strategy, False, dtype)
 
 
-def _hidden_shards() -> None:
+@on_ranks(2)
+def test_a_step_counts_writes_alike_on_ranks_without_elements() -> None:
     torch.manual_seed(0)
     # Each rank has one of the two weights, alone in its unit.
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)).to(device())
@@ -222,10 +217,6 @@ def _hidden_shards() -> None:
     before = model(x)
     optimizer.step(install_optimized_model_weights=False)
     assert not torch.equal(model(x), before)
-
-
-def test_a_step_counts_writes_alike_on_ranks_without_elements(ranks: RankPool) -> None:
-    ranks.run(2, _hidden_shards)
 
 
 class OwnSGD(torch.optim.SGD):

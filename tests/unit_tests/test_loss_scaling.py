@@ -26,7 +26,7 @@ from tests.models import (
     loss_of,
     main_weights,
 )
-from tests.ranks import RankPool
+from tests.ranks import RankPool, on_ranks
 
 SCALERS = {"GradScaler": GradScaler, "ShardedGradScaler": ShardedGradScaler}
 
@@ -122,7 +122,11 @@ class OfOneRow(TinyModel):
         return super().forward(tokens) * self.row.sum() / 13
 
 
-def _agree(interface: str, first: type[nn.Module], holder: int) -> None:
+@on_ranks(4)
+@pytest.mark.parametrize("interface", ["row", "parameter", "compat"])
+@pytest.mark.parametrize("first", [Probed, OfOneRow])
+@pytest.mark.parametrize("holder", range(4))
+def test_infinity_on_one_rank_is_found_on_all_ranks(interface: str, first: type[nn.Module], holder: int) -> None:
     """One rank's shard of a gradient is infinite: every rank skips the step and halves the scale."""
     torch.manual_seed(3)
     model = first(True) if first is Probed else first()
@@ -143,15 +147,6 @@ def _agree(interface: str, first: type[nn.Module], holder: int) -> None:
     scaler.update()
     assert scaler.get_scale() == 2.0**9
     assert all(torch.equal(local_shard(p), b) for p, b in zip(model.parameters(), before, strict=True))
-
-
-@pytest.mark.parametrize("interface", ["row", "parameter", "compat"])
-@pytest.mark.parametrize("first", [Probed, OfOneRow])
-@pytest.mark.parametrize("holder", range(4))
-def test_infinity_on_one_rank_is_found_on_all_ranks(
-    ranks: RankPool, interface: str, first: type[nn.Module], holder: int
-) -> None:
-    ranks.run(4, _agree, interface, first, holder)
 
 
 def _half(strategy: str) -> tuple[list[float], list[float]]:

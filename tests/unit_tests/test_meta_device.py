@@ -21,7 +21,7 @@ from tests.models import (
     loss_of,
     main_weights,
 )
-from tests.ranks import DEVICE, RankPool
+from tests.ranks import DEVICE, RankPool, on_ranks
 from tests.tensor_bytes import TensorBytes, build, call_counted
 
 
@@ -131,7 +131,8 @@ class Tied(nn.Module):
         return self.head(self.body(self.embedding(tokens).flatten(0, 1)))
 
 
-def _tied() -> None:
+@on_ranks(2)
+def test_tied_parameters_stay_tied_and_buffers_are_initialized() -> None:
     with torch.device("meta"):
         model = Tied()
     torch.manual_seed(5)
@@ -152,10 +153,6 @@ def _tied() -> None:
     sharded(torch.zeros(2, 3, dtype=torch.int64, device=device())).sum().backward()
 
 
-def test_tied_parameters_stay_tied_and_buffers_are_initialized(ranks: RankPool) -> None:
-    ranks.run(2, _tied)
-
-
 class _QuantizesLate(nn.Linear):
     """As Transformer Engine's layers on the meta device."""
 
@@ -165,12 +162,9 @@ class _QuantizesLate(nn.Linear):
             self.weight = nn.Parameter(Float8Tensor.quantize(self.weight))
 
 
-def _quantized_late() -> None:
+@on_ranks(1)
+def test_layers_that_quantize_when_they_are_initialized_are_refused() -> None:
     with torch.device("meta"):
         model = nn.Sequential(_QuantizesLate(4, 4))
     with pytest.raises(NotImplementedError, match="_QuantizesLate made a quantized Float8Tensor of 0.weight"):
         fully_shard_model(model, init_model_with_meta_device=True)
-
-
-def test_layers_that_quantize_when_they_are_initialized_are_refused(ranks: RankPool) -> None:
-    ranks.run(1, _quantized_late)

@@ -23,7 +23,7 @@ from tests.models import (
     main_weights,
     shard,
 )
-from tests.ranks import RankPool
+from tests.ranks import RankPool, on_ranks
 from tests.unit_tests.test_dtypes import Reference
 
 pytestmark = pytest.mark.every_strategy
@@ -55,7 +55,10 @@ def test_bf16_compute_with_fp32_main_weights(ranks: RankPool, strategy: str, gra
     ranks.run(2, _train, strategy, grad_dtype)
 
 
-def _exchange(strategy: str) -> None:
+@on_ranks(2)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="several ranks share a device over gloo, which is not for CUDA")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradients_are_sent_in_bf16_and_summed_in_fp32(strategy: str) -> None:
     with patch.object(Backend, "prefers_sends", False):
         original = torch.distributed.all_to_all_single
         with patch.object(torch.distributed, "all_to_all_single", side_effect=original) as exchanged:
@@ -64,25 +67,19 @@ def _exchange(strategy: str) -> None:
     assert sent == ({BF16} if strategy in ("optim_grads", "optim_grads_params") else set())
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="several ranks share a device over gloo, which is not for CUDA")
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_gradients_are_sent_in_bf16_and_summed_in_fp32(ranks: RankPool, strategy: str) -> None:
-    ranks.run(2, _exchange, strategy)
-
-
-def _over_gloo(strategy: str) -> None:
+@on_ranks(2)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for tensors in host memory")
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
+def test_gradients_are_always_summed_in_fp32_over_gloo(strategy: str) -> None:
     with seen("reduce_scatter") as calls:
         _train(strategy, FP32)
     assert {flat.dtype for _, flat, *_ in calls} == {FP32 if strategy == "optim" else BF16}
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="for tensors in host memory")
-@pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
-def test_gradients_are_always_summed_in_fp32_over_gloo(ranks: RankPool, strategy: str) -> None:
-    ranks.run(2, _over_gloo, strategy)
-
-
-def _narrow_main_weights(strategy: str, main: torch.dtype | None) -> None:
+@on_ranks(2)
+@both_exchanges("strategy", STRATEGIES)
+@pytest.mark.parametrize("main", [BF16, None], ids=["fp32 model", "bf16 model"])
+def test_main_weights_narrower_than_compute_weights(strategy: str, main: torch.dtype | None) -> None:
     """Equal to a copy that computes with its 16-bit weights in fp32, and updates those by gradients in 16 bits."""
     model = TinyModel().to(device(), BF16 if main is None else FP32)
     computing = copy.deepcopy(model).float()
@@ -114,13 +111,9 @@ def _narrow_main_weights(strategy: str, main: torch.dtype | None) -> None:
     assert not inconsistent_weights(sharded.engine)
 
 
-@both_exchanges("strategy", STRATEGIES)
-@pytest.mark.parametrize("main", [BF16, None], ids=["fp32 model", "bf16 model"])
-def test_main_weights_narrower_than_compute_weights(ranks: RankPool, strategy: str, main: torch.dtype | None) -> None:
-    ranks.run(2, _narrow_main_weights, strategy, main)
-
-
-def _reduced_in(comm: torch.dtype) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("comm", [FP32, BF16, torch.float16])
+def test_gradients_are_reduced_in_grad_comm_dtype(comm: torch.dtype) -> None:
     with seen("reduce_scatter") as calls:
         model = TinyModel().to(device())
         policy = MixedPrecisionPolicy(main_grads_dtype=FP32, grad_comm_dtype=comm)
@@ -134,8 +127,3 @@ def _reduced_in(comm: torch.dtype) -> None:
     (loss_of(reference, data[0]) + loss_of(reference, data[1])).backward()
     tolerance = 1e-6 if comm is FP32 else 1e-2
     assert_same_gradients(sharded, reference, tolerance, tolerance)
-
-
-@pytest.mark.parametrize("comm", [FP32, BF16, torch.float16])
-def test_gradients_are_reduced_in_grad_comm_dtype(ranks: RankPool, comm: torch.dtype) -> None:
-    ranks.run(2, _reduced_in, comm)

@@ -37,7 +37,7 @@ from tests.models import (
     loss_of,
     main_weights,
 )
-from tests.ranks import RankPool
+from tests.ranks import RankPool, on_ranks
 
 # Frozen: users' calls depend on names, order and defaults of the first 33.
 ARGUMENTS = """
@@ -89,7 +89,8 @@ def test_a_new_setting_is_added_to_signatures_and_docstring_by_the_tool() -> Non
     assert sorted(again.splitlines()) == sorted(source.splitlines())
 
 
-def _settings_arrive() -> None:
+@on_ranks(1)
+def test_every_setting_reaches_the_config() -> None:
     given: dict[str, object] = {
         field.name: not field.default if isinstance(field.default, bool) else field.default
         for field in dataclasses.fields(FSDPConfig)
@@ -102,21 +103,14 @@ def _settings_arrive() -> None:
     assert fully_shard_model(TinyModel(), maxpool_double_buffer=True).fsdp_config.fsdp_double_buffer
 
 
-def test_every_setting_reaches_the_config(ranks: RankPool) -> None:
-    ranks.run(1, _settings_arrive)
-
-
-def _needs_cuda(argument: str) -> None:
+@on_ranks(1)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.parametrize("argument", ["nccl_ub", "cuda_graph_mode"])
+def test_what_needs_cuda_says_so(argument: str) -> None:
     model = TinyModel()
     with pytest.raises(ValueError, match=f"{argument}.*expected a CUDA device"):
         fully_shard_model(model, **{argument: True})
     fully_shard_model(model)  # nothing was changed
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-@pytest.mark.parametrize("argument", ["nccl_ub", "cuda_graph_mode"])
-def test_what_needs_cuda_says_so(ranks: RankPool, argument: str) -> None:
-    ranks.run(1, _needs_cuda, argument)
 
 
 class ReadsDecoupled(torch.optim.SGD):
@@ -172,7 +166,8 @@ class _Scaled(Block):
         return super().forward(x) * self.scales[0]
 
 
-def _fine_grained() -> None:
+@on_ranks(2)
+def test_fine_grained_gather_makes_every_module_a_unit() -> None:
     sharded = assert_same_training(
         TinyModel(), batches(2, dist.get_world_size()), adamw, enable_fine_grained_param_gather=True
     )
@@ -185,11 +180,8 @@ def _fine_grained() -> None:
     assert "blocks.1.up" in sharded.engine.unit_names and "blocks.1.scales" not in sharded.engine.unit_names
 
 
-def test_fine_grained_gather_makes_every_module_a_unit(ranks: RankPool) -> None:
-    ranks.run(2, _fine_grained)
-
-
-def _all_gather_group() -> None:
+@on_ranks(2)
+def test_gathers_may_have_a_group_of_their_own() -> None:
     size = dist.get_world_size()
     mesh = init_device_mesh(DEVICE, (size,), mesh_dim_names=("dp",))
     apart = dist.new_group(list(range(size)))
@@ -199,10 +191,6 @@ def _all_gather_group() -> None:
     assert sharded.index.has_gather_group
     group = sharded.engine.groups[0]
     assert group.weights.stream is not group.gradients.reduction.stream
-
-
-def test_gathers_may_have_a_group_of_their_own(ranks: RankPool) -> None:
-    ranks.run(2, _all_gather_group)
 
 
 class Expert(nn.Linear):
@@ -274,7 +262,9 @@ def test_experts_are_known_by_their_names_as_well(ranks: RankPool) -> None:
     assert "serves 7 of 12 parameters: 0.experts.0.weight, 0.experts.0.bias," in found[0][1][0]
 
 
-def _unmatched_expert_mesh(strategy: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+def test_a_mesh_of_experts_without_the_axes_matters_to_experts_only(strategy: str) -> None:
     """The recipe of a long-used example: a mesh of experts whose axes have other names."""
     mesh = init_device_mesh(DEVICE, (1, 2, 1, 1), mesh_dim_names=("dp_outer", "dp_shard", "cp", "tp"))
     mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
@@ -293,11 +283,6 @@ def _unmatched_expert_mesh(strategy: str) -> None:
     with pytest.raises(ValueError, match=r"Expert 0\.weight cannot be sharded .*: The mesh has no axis 'dp_shard_cp'"):
         fully_shard_model(experts, fsdp_unit_modules=[Expert], **arguments)
     assert type(experts[0].weight) is nn.Parameter and experts[0].weight.shape == (8, 8)
-
-
-@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
-def test_a_mesh_of_experts_without_the_axes_matters_to_experts_only(ranks: RankPool, strategy: str) -> None:
-    ranks.run(2, _unmatched_expert_mesh, strategy)
 
 
 def _full_weights() -> list[list[str]]:
@@ -323,14 +308,11 @@ def test_full_weights_are_logged_once(ranks: RankPool) -> None:
     assert "Set it to optim_grads_params to shard them" in nothing_sharded[0]
 
 
-def _axes_in_another_order() -> None:
+@on_ranks(4)
+def test_mesh_with_the_outer_axis_last() -> None:
     mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp", "outer"))
     with pytest.raises(ValueError, match=r"in the order \['outer', 'dp'\].*mesh_dim_names=\('outer', 'dp'\)"):
         fully_shard_model(nn.Linear(4, 4), mesh, "dp", "outer")
-
-
-def test_mesh_with_the_outer_axis_last(ranks: RankPool) -> None:
-    ranks.run(4, _axes_in_another_order)
 
 
 class _Listing(nn.Module):

@@ -19,7 +19,7 @@ from megatron.fsdp.comm.registered_memory import NcclMemory, check_can_register
 from megatron_fsdp import FSDPConfig, FSDPDistributedIndex, MegatronFSDP
 from tests.models import TinyModel, logged
 from tests.nccl_recorder import Communicator, Event, Recorder, assert_alike
-from tests.ranks import RankPool
+from tests.ranks import RankPool, on_ranks
 
 CPU = torch.device("cpu")
 
@@ -432,11 +432,8 @@ def test_a_model_may_end_after_the_process_groups(ranks: RankPool) -> None:
     assert ranks.run(4, _end_first) == [[]] * 4
 
 
-def _without_registration() -> None:
+@on_ranks(1)
+def test_buffers_of_other_models_cannot_be_registered() -> None:
     model = MegatronFSDP(TinyModel(), fsdp_unit_modules=[], device="cpu")
     with pytest.raises(RuntimeError, match="register_buffers: expected nccl_ub=True"):
         model.register_buffers()
-
-
-def test_buffers_of_other_models_cannot_be_registered(ranks: RankPool) -> None:
-    ranks.run(1, _without_registration)

@@ -7,11 +7,14 @@ import torch
 
 from megatron_fsdp import fully_shard_model
 from tests.models import device, logged
-from tests.ranks import RankPool
+from tests.ranks import RankPool, on_ranks
 from tests.training_models import Gate, Levels, Middle, Outer
 
+_PARTS = ["", ".inner.0", ".inner.0.gate", ".inner.1", ".inner.1.gate"]
 
-def _owners() -> None:
+
+@on_ranks(2)
+def test_the_innermost_unit_owns() -> None:
     sharded = fully_shard_model(Levels(), fsdp_unit_modules=[Outer, Middle, Gate])
     inside = [f"outer.{i}{name}" for i in range(2) for name in _PARTS]
     assert sharded.engine.unit_names == ["", *inside]
@@ -26,24 +29,14 @@ def _owners() -> None:
     assert [child.name for child in root.children[0].children] == ["outer.0.inner.0", "outer.0.inner.1"]
 
 
-_PARTS = ["", ".inner.0", ".inner.0.gate", ".inner.1", ".inner.1.gate"]
-
-
-def test_the_innermost_unit_owns(ranks: RankPool) -> None:
-    ranks.run(2, _owners)
-
-
-def _alone() -> None:
+@on_ranks(2)
+def test_a_unit_with_units_inside_runs_by_itself() -> None:
     torch.manual_seed(1)
     plain = Levels().to(device())
     sharded = fully_shard_model(copy.deepcopy(plain), fsdp_unit_modules=[Outer, Middle, Gate])
     x = torch.randn(2, 7, device=device())
     with torch.no_grad():
         torch.testing.assert_close(sharded.module.outer[0](x), plain.outer[0](x))
-
-
-def test_a_unit_with_units_inside_runs_by_itself(ranks: RankPool) -> None:
-    ranks.run(2, _alone)
 
 
 def _log() -> list[list[str]]:

@@ -23,10 +23,12 @@ from tests.models import (
     loss_of,
     shard,
 )
-from tests.ranks import RankPool
+from tests.ranks import on_ranks
 
 
-def _where(strategy: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_where_everything_is(strategy: str) -> None:
     model = TinyModel().to(device(), torch.bfloat16)
     sharded, optimizer = shard(model, strategy, mixed_precision_policy=FP32_GRADS, offload_optimizer=True)
     seen = []
@@ -41,11 +43,6 @@ def _where(strategy: str) -> None:
     for entry in sharded.engine.params():
         assert local_shard(optimizer.state[entry.main]["exp_avg"]).device.type == "cpu"
     assert {d.type for pair in seen for d in pair} == {device().type}
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_where_everything_is(ranks: RankPool, strategy: str) -> None:
-    ranks.run(2, _where, strategy)
 
 
 # The step and the all-gathers after it ----------------------------------------------------------------------------
@@ -64,7 +61,8 @@ EVERY_OPTIMIZER: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-def _each_optimizer() -> None:
+@on_ranks(2)
+def test_optimizers_train_as_unsharded() -> None:
     data = batches(steps=3, per_step=dist.get_world_size())
     for name, make in EVERY_OPTIMIZER.items():
         try:
@@ -74,11 +72,12 @@ def _each_optimizer() -> None:
             raise
 
 
-def test_optimizers_train_as_unsharded(ranks: RankPool) -> None:
-    ranks.run(2, _each_optimizer)
+ALL = ["<root>", "blocks.0", "blocks.1", "blocks.2"]
 
 
-def _order(strategy: str, gathered: list[str]) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize(("strategy", "gathered"), [("optim", ALL), ("optim_grads_params", ALL[:3])])
+def test_the_first_units_are_gathered_during_the_step(strategy: str, gathered: list[str]) -> None:
     """A unit that forward needs early is unsharded before later units are updated."""
     model = TinyModel().to(device(), torch.bfloat16)
     sharded, optimizer = shard(model, strategy, mixed_precision_policy=FP32_GRADS, offload_optimizer=True)
@@ -108,15 +107,9 @@ def _order(strategy: str, gathered: list[str]) -> None:
         assert not local.numel() or not torch.equal(local, before[entry.name])
 
 
-ALL = ["<root>", "blocks.0", "blocks.1", "blocks.2"]
-
-
-@pytest.mark.parametrize(("strategy", "gathered"), [("optim", ALL), ("optim_grads_params", ALL[:3])])
-def test_the_first_units_are_gathered_during_the_step(ranks: RankPool, strategy: str, gathered: list[str]) -> None:
-    ranks.run(2, _order, strategy, gathered)
-
-
-def _changed_after_the_step(strategy: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_weights_changed_after_the_step_are_what_forward_uses(strategy: str) -> None:
     """As a clamp, or an average of weights, does."""
     pair = Pair(TinyModel(), zero_dp_strategy=strategy, offload_optimizer=True)
     for tokens in batches(steps=4, per_step=1)[:, 0]:
@@ -128,8 +121,3 @@ def _changed_after_the_step(strategy: str) -> None:
                 for parameter in each.parameters():
                     parameter.clamp_(-0.05, 0.05)
     pair.assert_same_weights()
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_weights_changed_after_the_step_are_what_forward_uses(ranks: RankPool, strategy: str) -> None:
-    ranks.run(2, _changed_after_the_step, strategy)

@@ -28,7 +28,7 @@ from tests.models import (
     main_weights,
     save_to,
 )
-from tests.ranks import RankPool
+from tests.ranks import RankPool, on_ranks
 
 Make = Callable[[Any], torch.optim.Optimizer]
 
@@ -179,7 +179,15 @@ def _unsupported(name: str) -> None:
         fully_shard_optimizer(make(sharded.parameters()))
 
 
-def _unsupported_in_fsdp2(name: str) -> None:
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_unsupported_optimizers_raise(ranks: RankPool, world_size: int, name: str) -> None:
+    ranks.run(world_size, _unsupported, name)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["LBFGS", "Lion", "Changed"])
+def test_unsupported_optimizers_raise_in_fsdp2(name: str) -> None:
     make, message = REFUSED[name]
     model = TinyModel()
     fsdp2.fully_shard(model)
@@ -192,17 +200,6 @@ def _unsupported_in_fsdp2(name: str) -> None:
     assert all(torch.equal(local_shard(p), b) for p, b in zip(model.parameters(), before, strict=True))
 
 
-@pytest.mark.parametrize("name", REFUSED)
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_unsupported_optimizers_raise(ranks: RankPool, world_size: int, name: str) -> None:
-    ranks.run(world_size, _unsupported, name)
-
-
-@pytest.mark.parametrize("name", ["LBFGS", "Lion", "Changed"])
-def test_unsupported_optimizers_raise_in_fsdp2(ranks: RankPool, name: str) -> None:
-    ranks.run(2, _unsupported_in_fsdp2, name)
-
-
 WHOLE: dict[str, Make] = {
     "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.05),
     "Normalized": lambda p: Normalized(p, lr=0.5),
@@ -211,7 +208,8 @@ WHOLE: dict[str, Make] = {
 MATRICES: dict[str, Make] = {"Muon": lambda p: torch.optim.Muon([q for q in p if q.dim() == 2], lr=0.05)}
 
 
-def _vectors_are_parameters() -> None:
+@on_ranks(4)
+def test_vectors_must_be_whole_for_optimizers_of_full_parameters() -> None:
     """A granularity that keeps matrices whole may still split long vectors."""
     model = nn.LayerNorm(999)
     optimizer = torch.optim.Adafactor(model.parameters())
@@ -219,10 +217,6 @@ def _vectors_are_parameters() -> None:
     with pytest.raises(ValueError, match="2 of its parameters are split between ranks: weight, bias."):
         fully_shard_optimizer(optimizer)
     assert sharded.module is model
-
-
-def test_vectors_must_be_whole_for_optimizers_of_full_parameters(ranks: RankPool) -> None:
-    ranks.run(4, _vectors_are_parameters)
 
 
 def _trains(name: str, strategy: str) -> None:
@@ -245,7 +239,9 @@ def test_registered_class_trains_as_unsharded(ranks: RankPool) -> None:
     ranks.run(3, _trains, "RegisteredLion", "optim_grads_params")
 
 
-def _compat_granularity(granularity: str) -> None:
+@on_ranks(4)
+@pytest.mark.parametrize("granularity", ["tensor", "parameter"])
+def test_fsdp2_respects_the_granularity(granularity: str) -> None:
     torch.manual_seed(3)
     model = TinyModel().to(device())
     reference = copy.deepcopy(model)
@@ -263,12 +259,8 @@ def _compat_granularity(granularity: str) -> None:
         torch.testing.assert_close(value.full_tensor(), reference.state_dict()[name], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("granularity", ["tensor", "parameter"])
-def test_fsdp2_respects_the_granularity(ranks: RankPool, granularity: str) -> None:
-    ranks.run(4, _compat_granularity, granularity)
-
-
-def _compat_divided() -> None:
+@on_ranks(3)
+def test_fsdp2_raises_for_divided_matrices() -> None:
     model = TinyModel()
     with pytest.raises(ValueError, match="expected row, whole_row, tensor, parameter"):
         fsdp2.fully_shard(model, shard_granularity="rows")
@@ -280,14 +272,13 @@ def _compat_divided() -> None:
             optimizer.step()
 
 
-def test_fsdp2_raises_for_divided_matrices(ranks: RankPool) -> None:
-    ranks.run(3, _compat_divided)
-
-
 # State of another shape than its parameter's ----------------------------------------------------------------------
 
 
-def _states_are_complete(name: str, strategy: str) -> None:
+@on_ranks(4)
+@pytest.mark.parametrize("name", ["Adafactor", "Blockwise"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_state_dict_equals_that_of_the_unsharded_optimizer(name: str, strategy: str) -> None:
     """Every rank's state dict contains the same information as that of the unsharded optimizer."""
     pair = Pair(TinyModel(), WHOLE[name], zero_dp_strategy=strategy, shard_granularity="parameter")
     for tokens in batches(steps=2, per_step=1):
@@ -302,12 +293,6 @@ def _states_are_complete(name: str, strategy: str) -> None:
             got = got.full_tensor() if hasattr(got, "full_tensor") else got
             assert got.shape == value.shape and got.dtype == value.dtype
             torch.testing.assert_close(got.float(), value.float(), rtol=1e-3, atol=1.1 if key == "codes" else 1e-6)
-
-
-@pytest.mark.parametrize("name", ["Adafactor", "Blockwise"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_state_dict_equals_that_of_the_unsharded_optimizer(ranks: RankPool, name: str, strategy: str) -> None:
-    ranks.run(4, _states_are_complete, name, strategy)
 
 
 def _start(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -362,7 +347,9 @@ def test_resuming_on_other_ranks(ranks: RankPool, tmp_path: Path, name: str, ran
 # Optimizers that were not attached --------------------------------------------------------------------------------
 
 
-def _never_attached(strategy: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_optimizers_are_attached_at_their_first_step(strategy: str) -> None:
     model = TinyModel()
     optimizer = adamw(model.parameters())
     sharded = fully_shard_model(model, fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
@@ -375,11 +362,6 @@ def _never_attached(strategy: str) -> None:
     optimizer.step()
     # An optimizer without sharded parameters.
     torch.optim.SGD([late], lr=0.1).step()
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_optimizers_are_attached_at_their_first_step(ranks: RankPool, strategy: str) -> None:
-    ranks.run(2, _never_attached, strategy)
 
 
 class Custom(torch.optim.SGD):
@@ -417,7 +399,9 @@ def _built(how: str) -> tuple[nn.Module, Custom]:
     return net, optimizer
 
 
-def _custom(how: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("how", CUSTOM)
+def test_what_a_step_does_with_parameters_is_kept(how: str) -> None:
     register_optimizer(Custom, "element")
     (plain, reference), (net, own) = _built(how), _built(how)
     model, optimizer = fully_shard(net, own, fsdp_unit_modules=[nn.Linear])
@@ -436,11 +420,6 @@ def _custom(how: str) -> None:
         torch.testing.assert_close(mine.full_tensor(), wanted)
 
 
-@pytest.mark.parametrize("how", CUSTOM)
-def test_what_a_step_does_with_parameters_is_kept(ranks: RankPool, how: str) -> None:
-    ranks.run(2, _custom, how)
-
-
 KEPT: dict[str, Callable[[list[nn.Parameter]], Any]] = {
     "a set": set,
     "ids": lambda params: {id(p): 1.0 for p in params},
@@ -448,14 +427,11 @@ KEPT: dict[str, Callable[[list[nn.Parameter]], Any]] = {
 }
 
 
-def _keeps(what: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("what", KEPT)
+def test_parameters_that_an_optimizer_keeps_itself_raise(what: str) -> None:
     register_optimizer(Custom, "element")
     net, optimizer = _built("")
     optimizer.kept = KEPT[what](list(net.parameters()))  # type: ignore[attr-defined]
     with pytest.raises(NotImplementedError, match=r"Custom\.kept has parameters, their id\(\), or tensors"):
         fully_shard(net, optimizer, fsdp_unit_modules=[nn.Linear])
-
-
-@pytest.mark.parametrize("what", KEPT)
-def test_parameters_that_an_optimizer_keeps_itself_raise(ranks: RankPool, what: str) -> None:
-    ranks.run(2, _keeps, what)

@@ -11,7 +11,7 @@ from torch import nn
 from megatron.fsdp.optim.trial import looks_at_more
 from megatron_fsdp import fully_shard, fully_shard_model, fully_shard_optimizer, register_optimizer
 from tests.models import STRATEGIES, Block, TinyModel, assert_same_weights, batches, device, loss_of
-from tests.ranks import RankPool
+from tests.ranks import on_ranks
 
 
 class Scaled(torch.optim.Optimizer):
@@ -61,15 +61,13 @@ def test_a_trial_shows_what_a_class_looks_at(how: str) -> None:
     assert optimizer.steps == [0] and not optimizer.state and torch.equal(numbers, torch.get_rng_state())
 
 
-def _communicates() -> None:
+@on_ranks(2)
+def test_a_class_that_communicates_has_no_trial() -> None:
     assert not looks_at_more(_scaled("communication"), "element")
 
 
-def test_a_class_that_communicates_has_no_trial(ranks: RankPool) -> None:
-    ranks.run(2, _communicates)
-
-
-def _declared() -> None:
+@on_ranks(2)
+def test_a_false_declaration_raises() -> None:
     for how, kind, message in (
         (
             "parameter",
@@ -83,10 +81,6 @@ def _declared() -> None:
         optimizer = Scaled(model.parameters(), how)
         with pytest.raises(ValueError, match=message):
             fully_shard(model, optimizer, fsdp_unit_modules=[Block], shard_granularity="parameter")
-
-
-def test_a_false_declaration_raises(ranks: RankPool) -> None:
-    ranks.run(2, _declared)
 
 
 # Wrappers ---------------------------------------------------------------------------------------------------------
@@ -134,7 +128,13 @@ class SharpnessAware(Lookahead):
         self.inner.step()
 
 
-def _wrapped(cls: type[Lookahead], order: str, strategy: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("cls", [Lookahead, SharpnessAware])
+@pytest.mark.parametrize(
+    ("order", "strategy"),
+    [("sharded", each) for each in STRATEGIES] + [(o, "optim_grads_params") for o in ("inner", "implicit", "after")],
+)
+def test_wrappers_update_as_without_sharding(cls: type[Lookahead], order: str, strategy: str) -> None:
     torch.manual_seed(3)
     plain = TinyModel().to(device())
     model = copy.deepcopy(plain)
@@ -164,12 +164,3 @@ def _wrapped(cls: type[Lookahead], order: str, strategy: str) -> None:
         torch.testing.assert_close(
             optimizer.state[entry]["slow"].full_tensor(), reference.state[p]["slow"], rtol=2e-5, atol=2e-5
         )
-
-
-@pytest.mark.parametrize("cls", [Lookahead, SharpnessAware])
-@pytest.mark.parametrize(
-    ("order", "strategy"),
-    [("sharded", each) for each in STRATEGIES] + [(o, "optim_grads_params") for o in ("inner", "implicit", "after")],
-)
-def test_wrappers_update_as_without_sharding(ranks: RankPool, cls: type[Lookahead], order: str, strategy: str) -> None:
-    ranks.run(2, _wrapped, cls, order, strategy)

@@ -24,10 +24,12 @@ from tests.models import (
     main_weights,
     save_to,
 )
-from tests.ranks import RankPool
+from tests.ranks import on_ranks
 
 
-def _first_step(strategy: str) -> None:
+@on_ranks(3)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_first_step_equals_the_unsharded_optimizers(strategy: str) -> None:
     """The first update is that of the unsharded optimizer: no step is taken to create state."""
     pair = Pair(TinyModel(), lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.5), zero_dp_strategy=strategy)
     assert not pair.optimizer.state
@@ -37,12 +39,8 @@ def _first_step(strategy: str) -> None:
     assert {float(state["step"]) for state in pair.optimizer.state.values()} == {1.0}
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_first_step_equals_the_unsharded_optimizers(ranks: RankPool, strategy: str) -> None:
-    ranks.run(3, _first_step, strategy)
-
-
-def _closure() -> None:
+@on_ranks(2)
+def test_step_with_a_closure() -> None:
     """A closure that computes loss and gradients sees DTensors, whatever the optimizer sees."""
     model = TinyModel().to(device())
     reference = copy.deepcopy(model)
@@ -72,10 +70,6 @@ def _closure() -> None:
     assert all(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
 
 
-def test_step_with_a_closure(ranks: RankPool) -> None:
-    ranks.run(2, _closure)
-
-
 class Interrupted(torch.optim.SGD):
     """Raises in the middle of its next step, if ``failed`` is False."""
 
@@ -91,7 +85,8 @@ class Interrupted(torch.optim.SGD):
 register_optimizer(Interrupted, "element")
 
 
-def _after_a_step_that_raised() -> None:
+@on_ranks(2)
+def test_methods_after_a_step_that_raised() -> None:
     plain = TinyModel().to(device())
     model = copy.deepcopy(plain)
     sharded, optimizer = fully_shard(model, Interrupted(model.parameters(), lr=0.1), fsdp_unit_modules=[Block])
@@ -112,11 +107,8 @@ def _after_a_step_that_raised() -> None:
     assert all(isinstance(p, DTensor) for p in optimizer.param_groups[0]["params"])
 
 
-def test_methods_after_a_step_that_raised(ranks: RankPool) -> None:
-    ranks.run(2, _after_a_step_that_raised)
-
-
-def _step_that_raises() -> None:
+@on_ranks(2)
+def test_step_after_one_that_raised() -> None:
     model = TinyModel()
     sharded, optimizer = fully_shard(model, Interrupted(model.parameters(), lr=0.1), fsdp_unit_modules=[Block])
     loss_of(sharded, batches(1, 1)[0, 0]).backward()
@@ -130,11 +122,8 @@ def _step_that_raises() -> None:
     assert all(not torch.equal(before[name], after[name]) for name in before)
 
 
-def test_step_after_one_that_raised(ranks: RankPool) -> None:
-    ranks.run(2, _step_that_raises)
-
-
-def _step_of_an_unused_part() -> None:
+@on_ranks(2)
+def test_step_of_an_optimizer_whose_parameters_were_not_used() -> None:
     plain = torch.nn.ModuleDict({name: torch.nn.Linear(5, 5) for name in "ab"}).to(device())
     plain.forward = plain["a"].forward
     model = fully_shard_model(copy.deepcopy(plain))
@@ -148,10 +137,6 @@ def _step_of_an_unused_part() -> None:
             optimizer.step()
         assert not optimizers[1].state
     assert_same_weights(model, plain)
-
-
-def test_step_of_an_optimizer_whose_parameters_were_not_used(ranks: RankPool) -> None:
-    ranks.run(2, _step_of_an_unused_part)
 
 
 class Counting(torch.optim.Optimizer):
@@ -174,16 +159,17 @@ class Counting(torch.optim.Optimizer):
 register_optimizer(Counting, "element")
 
 
-def _count_is_an_int(folder: Path) -> None:
+@on_ranks(2)
+def test_state_with_numbers_is_loaded_by_torch(tmp_path: Path) -> None:
     runs = []
     for loads in (False, True):
         whole = TinyModel()
         model, optimizer = fully_shard(whole, Counting(whole.parameters()), fsdp_unit_modules=[Block])
         if loads:
-            load_from(folder, model, optimizer)
+            load_from(tmp_path, model, optimizer)
         for number, tokens in list(enumerate(batches(3, 1)[:, 0]))[2 * loads :]:
             if number == 2 and not loads:
-                save_to(folder, model, optimizer)
+                save_to(tmp_path, model, optimizer)
             loss_of(model, tokens).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -192,11 +178,8 @@ def _count_is_an_int(folder: Path) -> None:
     assert all(torch.equal(runs[1][name], value) for name, value in runs[0].items())
 
 
-def test_state_with_numbers_is_loaded_by_torch(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(2, _count_is_an_int, tmp_path)
-
-
-def _state_from_before() -> None:
+@on_ranks(3)
+def test_state_of_the_whole_model_is_sharded_along() -> None:
     """An optimizer that has stepped on the unsharded model continues after sharding."""
     model = TinyModel().to(device())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -213,7 +196,3 @@ def _state_from_before() -> None:
     optimizer.step()
     expected.step()
     assert_same_weights(sharded, reference, 5e-6)
-
-
-def test_state_of_the_whole_model_is_sharded_along(ranks: RankPool) -> None:
-    ranks.run(3, _state_from_before)

@@ -15,7 +15,7 @@ from megatron_fsdp import fully_shard
 from tests.exchanges import both_exchanges, delayed, seen
 from tests.fuzz.network import WIDTH, Block, Embedding, Features, Net
 from tests.models import FP32_GRADS, STRATEGIES, TinyModel, assert_same_weights, batches, device, loss_of, shard
-from tests.ranks import DEVICE, RankPool
+from tests.ranks import DEVICE, RankPool, on_ranks
 
 
 def _train(strategy: str, dtype: torch.dtype, seed: int | None) -> list[bytes]:
@@ -48,7 +48,9 @@ def test_delays_change_no_bit(ranks: RankPool, strategy: str, dtype: torch.dtype
         assert ranks.run(3, _train, strategy, dtype, seed) == expected
 
 
-def _forwards_after_a_step(strategy: str) -> None:
+@on_ranks(2)
+@both_exchanges("strategy", ["optim", "optim_grads"])
+def test_full_weights_are_gathered_once_per_step(strategy: str) -> None:
     model, optimizer = shard(TinyModel().to(device()), strategy)
     tokens = batches(steps=1, per_step=1)[0, 0]
     loss_of(model, tokens).backward()
@@ -58,11 +60,6 @@ def _forwards_after_a_step(strategy: str) -> None:
         loss_of(model, tokens).backward()
         loss_of(model, tokens)
     assert not calls
-
-
-@both_exchanges("strategy", ["optim", "optim_grads"])
-def test_full_weights_are_gathered_once_per_step(ranks: RankPool, strategy: str) -> None:
-    ranks.run(2, _forwards_after_a_step, strategy)
 
 
 class Recurrent(nn.Module):
@@ -82,7 +79,10 @@ class Recurrent(nn.Module):
         return torch.stack(outputs) * self.scale
 
 
-def _of_different_lengths(lengths: list[tuple[int, int]], strategy: int) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("lengths", [[(3, 3), (3, 4), (5, 3)], [(4, 4), (3, 4), (4, 2)]])
+@pytest.mark.parametrize("strategy", [0, 1, 2])
+def test_ranks_may_call_a_unit_more_often_than_others(lengths: list[tuple[int, int]], strategy: int) -> None:
     torch.manual_seed(0)
     plain = Recurrent().to(device())
     model = copy.deepcopy(plain)
@@ -103,15 +103,9 @@ def _of_different_lengths(lengths: list[tuple[int, int]], strategy: int) -> None
     assert_same_weights(sharded, plain)
 
 
-@pytest.mark.parametrize("lengths", [[(3, 3), (3, 4), (5, 3)], [(4, 4), (3, 4), (4, 2)]])
-@pytest.mark.parametrize("strategy", [0, 1, 2])
-def test_ranks_may_call_a_unit_more_often_than_others(
-    ranks: RankPool, lengths: list[tuple[int, int]], strategy: int
-) -> None:
-    ranks.run(2, _of_different_lengths, lengths, strategy)
-
-
-def _gathers_a_unit_again(order: tuple[int, ...]) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("order", [(), (0,), (1,)])
+def test_a_unit_that_some_ranks_still_hold_is_gathered_again(order: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     plain = Net(Features(embedded=True)).to(device())
     net = copy.deepcopy(plain)
@@ -129,8 +123,3 @@ def _gathers_a_unit_again(order: tuple[int, ...]) -> None:
         grad = torch.zeros_like(wanted) if wanted.grad is None else wanted.grad
         dist.all_reduce(grad)
         torch.testing.assert_close(parameter.grad.full_tensor(), grad / dist.get_world_size())
-
-
-@pytest.mark.parametrize("order", [(), (0,), (1,)])
-def test_a_unit_that_some_ranks_still_hold_is_gathered_again(ranks: RankPool, order: tuple[int, ...]) -> None:
-    ranks.run(2, _gathers_a_unit_again, order)

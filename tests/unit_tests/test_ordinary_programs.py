@@ -15,7 +15,7 @@ from torch import nn
 
 from megatron_fsdp import fully_shard_model
 from tests.models import device
-from tests.ranks import DEVICE, RankFailure, RankPool
+from tests.ranks import DEVICE, RankFailure, RankPool, on_ranks
 from tests.unit_tests.test_same_answer import Block, Model, Side, batch, same, train
 
 
@@ -81,7 +81,8 @@ def test_blocks_in_an_order_of_each_rank(ranks: RankPool) -> None:
         ranks.run(2, _evaluations_in_turns)
 
 
-def _in_a_new_order() -> None:
+@on_ranks(2)
+def test_blocks_in_a_new_order_of_all_ranks() -> None:
     warned: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = warned.append  # type: ignore[method-assign]
@@ -90,10 +91,6 @@ def _in_a_new_order() -> None:
     _in_turns(3, EVERY)
     logger.removeHandler(handler)
     assert ["All ranks have to do the same" in each.getMessage() for each in warned] == [True], "ZeRO-3, once"
-
-
-def test_blocks_in_a_new_order_of_all_ranks(ranks: RankPool) -> None:
-    ranks.run(2, _in_a_new_order)
 
 
 def _hooked(side: Side) -> torch.Tensor:

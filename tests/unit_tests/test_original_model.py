@@ -31,14 +31,15 @@ from megatron_fsdp.utils import (
     is_torch_min_version,
 )
 from tests.models import DEVICE, Block, TinyModel, adamw, batches, device, loss_of, main_weights
-from tests.ranks import RankPool
+from tests.ranks import RankPool, on_ranks
 
 
 def _index() -> FSDPDistributedIndex:
     return FSDPDistributedIndex(init_device_mesh(DEVICE, (dist.get_world_size(),), mesh_dim_names=("dp",)), "dp")
 
 
-def _constructor() -> None:
+@on_ranks(1)
+def test_constructor_accepts_the_originals_arguments() -> None:
     index, policy = _index(), MixedPrecisionPolicy(main_grads_dtype=torch.float32)
     ddp_config = DistributedDataParallelConfig(
         data_parallel_sharding_strategy="optim_grads",
@@ -71,11 +72,8 @@ def _constructor() -> None:
     assert model.dist_index is index and model.data_parallel_sharding_strategy == "optim"
 
 
-def test_constructor_accepts_the_originals_arguments(ranks: RankPool) -> None:
-    ranks.run(1, _constructor)
-
-
-def _rejected() -> None:
+@on_ranks(1)
+def test_unsupported_arguments_raise() -> None:
     model, index = TinyModel(), _index()
     with pytest.raises(TypeError, match=r"expected megatron_fsdp\.FSDPDistributedIndex; got .*DeviceMesh"):
         MegatronFSDP(model, index.device_mesh)
@@ -84,10 +82,6 @@ def _rejected() -> None:
     with pytest.raises(NotImplementedError):
         MegatronFSDP(model, index, fine_grained_recurse_module_types=(nn.Linear,))
     MegatronFSDP(model, index)  # nothing was changed
-
-
-def test_unsupported_arguments_raise(ranks: RankPool) -> None:
-    ranks.run(1, _rejected)
 
 
 def test_settings_survive_a_round_trip_through_megatrons_names() -> None:
@@ -116,7 +110,8 @@ def _trained(sharded: MegatronFSDP, optimizer: torch.optim.Optimizer) -> dict[st
     return main_weights(sharded)
 
 
-def _same_training() -> None:
+@on_ranks(2)
+def test_constructor_trains_like_fully_shard() -> None:
     torch.manual_seed(3)
     first, second, third = TinyModel(), TinyModel(), TinyModel()
     for model in (second, third):
@@ -145,11 +140,8 @@ def _same_training() -> None:
         torch.testing.assert_close(main_weights(model)[name], weight)
 
 
-def test_constructor_trains_like_fully_shard(ranks: RankPool) -> None:
-    ranks.run(2, _same_training)
-
-
-def _parameters_know_their_model() -> None:
+@on_ranks(1)
+def test_parameters_refer_to_their_model() -> None:
     model = fully_shard_model(TinyModel(), fsdp_unit_modules=[Block])
     assert isinstance(model, MegatronFSDP)
     seen = []
@@ -162,11 +154,9 @@ def _parameters_know_their_model() -> None:
         assert found == model and found.module is model.module
 
 
-def test_parameters_refer_to_their_model(ranks: RankPool) -> None:
-    ranks.run(1, _parameters_know_their_model)
-
-
-def _mixed_precision(strategy: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+def test_dtype_of_communication_of_a_block(strategy: str) -> None:
     """Gradients of one step are reduced in bf16, as by a model that always does so, and those of the next in fp32."""
     policy = MixedPrecisionPolicy(torch.float32, torch.float32)
     narrow = dataclasses.replace(policy, grad_comm_dtype=torch.bfloat16)
@@ -191,12 +181,8 @@ def _mixed_precision(strategy: str) -> None:
     assert equal(1, 5) and not equal(1, 3), "and what follows in fp32"
 
 
-@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
-def test_dtype_of_communication_of_a_block(ranks: RankPool, strategy: str) -> None:
-    ranks.run(2, _mixed_precision, strategy)
-
-
-def _mixed_precision_at_the_wrong_time() -> None:
+@on_ranks(1)
+def test_changing_the_dtype_of_communication_raises() -> None:
     narrow = MixedPrecisionPolicy(grad_comm_dtype=torch.bfloat16)
     model = fully_shard_model(TinyModel(), zero_dp_strategy="optim")
     with model.no_sync():
@@ -208,11 +194,8 @@ def _mixed_precision_at_the_wrong_time() -> None:
         fixed.reset_mixed_precision_policy(narrow)
 
 
-def test_changing_the_dtype_of_communication_raises(ranks: RankPool) -> None:
-    ranks.run(1, _mixed_precision_at_the_wrong_time)
-
-
-def _auto_sync() -> None:
+@on_ranks(2)
+def test_automatic_synchronization_is_an_attribute() -> None:
     model = fully_shard_model(TinyModel(), fsdp_unit_modules=[Block])
     assert model.model_auto_sync
     model.model_auto_sync = False
@@ -223,10 +206,6 @@ def _auto_sync() -> None:
     assert not model.model_auto_sync
     model.finish_grad_sync()
     assert all(p.grad is not None for p in model.parameters())
-
-
-def test_automatic_synchronization_is_an_attribute(ranks: RankPool) -> None:
-    ranks.run(2, _auto_sync)
 
 
 @torch.no_grad()
@@ -255,7 +234,8 @@ def test_units_are_unsharded_on_request(ranks: RankPool) -> None:
     ranks.run(2, _unshard)
 
 
-def _zero_grad() -> None:
+@on_ranks(2)
+def test_zero_grad_drops_gradients_that_are_not_synchronized() -> None:
     model = fully_shard_model(TinyModel().to(device()), fsdp_unit_modules=[Block], sync_model_each_microbatch=False)
     optimizer = fully_shard_optimizer(adamw(model.parameters()))
     tokens = batches(1, 2)[0]
@@ -282,10 +262,6 @@ def _zero_grad() -> None:
     optimizer.zero_grad(zero_grad_buffer=False)  # type: ignore
     model.finish_grad_sync()
     torch.testing.assert_close(gradients(), expected)
-
-
-def test_zero_grad_drops_gradients_that_are_not_synchronized(ranks: RankPool) -> None:
-    ranks.run(2, _zero_grad)
 
 
 def _hybrid() -> tuple[int, int]:
@@ -315,7 +291,8 @@ def test_index_has_the_originals_getters(ranks: RankPool) -> None:
     assert [128 * logical for logical, _ in found] == [start for _, start in found]
 
 
-def _helpers() -> None:
+@on_ranks(1)
+def test_helpers() -> None:
     model = TinyModel()
     assert find_megatron_fsdp(model) is None
     sharded = fully_shard_model(model)
@@ -323,10 +300,6 @@ def _helpers() -> None:
     assert is_submodule(model.head, sharded) and not is_submodule(sharded, sharded)
     assert get_mesh_names(sharded.dist_index.device_mesh) == ["dp_shard"] and get_mesh_names(None) == []
     assert is_torch_min_version("2.0") and not is_torch_min_version(torch.__version__, check_equality=False)
-
-
-def test_helpers(ranks: RankPool) -> None:
-    ranks.run(1, _helpers)
 
 
 def test_quantized_tensors_of_transformer_engine_are_recognized() -> None:

@@ -14,7 +14,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from megatron.fsdp import fsdp2
 from megatron_fsdp import fully_shard_model
 from tests.models import device
-from tests.ranks import RankPool
+from tests.ranks import on_ranks
 
 _KEPT: list[object] = []
 
@@ -85,7 +85,8 @@ AROUND: dict[str, Callable[[], Any]] = {
 }
 
 
-def _refuse_all() -> None:
+@on_ranks(2)
+def test_other_engines_raise_with_their_name() -> None:
     for case, (act, expected) in REFUSED.items():
         with pytest.raises(ValueError, match=expected):
             act()
@@ -99,7 +100,3 @@ def _refuse_all() -> None:
     ones = torch.ones(2, 4, device=device())
     DistributedDataParallel(_model().to(device()))(ones).sum().backward()
     torch_fully_shard(_model().to(device()))(ones).sum().backward()
-
-
-def test_other_engines_raise_with_their_name(ranks: RankPool) -> None:
-    ranks.run(2, _refuse_all)

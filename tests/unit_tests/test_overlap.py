@@ -15,7 +15,7 @@ from megatron.fsdp.runtime.unit import Unit
 from megatron_fsdp import FSDPConfig, fully_shard_model
 from tests.exchanges import seen
 from tests.models import Block, TinyModel, batches, loss_of
-from tests.ranks import DEVICE, RankPool
+from tests.ranks import DEVICE, RankPool, on_ranks
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="these times are those of the CPU's stream")
 
@@ -83,21 +83,6 @@ def test_the_next_unit_is_gathered_while_this_one_computes(ranks: RankPool) -> N
     assert ranks.run(2, _what_runs_beside_block, 2) == [({"blocks.3"}, {"blocks.1"})] * 2
 
 
-def _synchronous(by_variable: bool) -> None:
-    settings = {} if by_variable else {"synchronous": True}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(SYNCHRONOUS, "1" if by_variable else "0")
-        patch.setattr(torch.cuda, "is_available", lambda: True)  # registration and graphs need it
-        config = FSDPConfig(nccl_ub=True, cuda_graph_mode=True, fsdp_manual_registration=True, **settings)
-        assert config.synchronous and dataclasses.replace(config, nccl_ub=True) == config
-        assert not any(getattr(config, name) for name in vars(config) if name in OFF)
-        patch.undo()
-        patch.setenv(SYNCHRONOUS, "1" if by_variable else "0")
-        assert _what_runs_beside_block(2, **settings) == (set(), set())
-        waits = _waits_of_a_step(settings)
-    assert waits and all(waits)
-
-
 def test_the_variable_is_0_or_1(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SYNCHRONOUS, "")
     assert not FSDPConfig().synchronous
@@ -129,9 +114,21 @@ def _waits_of_a_step(settings: dict[str, bool]) -> list[bool]:
 OFF = ("overlap_param_gather", "overlap_grad_reduce", "fsdp_double_buffer", "nccl_ub", "cuda_graph_mode")
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("by_variable", [False, True], ids=["argument", "variable"])
-def test_one_switch_turns_everything_asynchronous_off(ranks: RankPool, by_variable: bool) -> None:
-    ranks.run(2, _synchronous, by_variable)
+def test_one_switch_turns_everything_asynchronous_off(by_variable: bool) -> None:
+    settings = {} if by_variable else {"synchronous": True}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(SYNCHRONOUS, "1" if by_variable else "0")
+        patch.setattr(torch.cuda, "is_available", lambda: True)  # registration and graphs need it
+        config = FSDPConfig(nccl_ub=True, cuda_graph_mode=True, fsdp_manual_registration=True, **settings)
+        assert config.synchronous and dataclasses.replace(config, nccl_ub=True) == config
+        assert not any(getattr(config, name) for name in vars(config) if name in OFF)
+        patch.undo()
+        patch.setenv(SYNCHRONOUS, "1" if by_variable else "0")
+        assert _what_runs_beside_block(2, **settings) == (set(), set())
+        waits = _waits_of_a_step(settings)
+    assert waits and all(waits)
 
 
 def _backward_does_not_wait_for_reductions() -> bool:

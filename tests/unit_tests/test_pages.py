@@ -12,7 +12,7 @@ from megatron_fsdp import fully_shard_model
 from scripts import argument_table, compatibility_table, draw_pictures, status
 from tests.docs_code import read_page
 from tests.models import TinyModel
-from tests.ranks import DEVICE, RankPool
+from tests.ranks import DEVICE, RankPool, on_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -99,14 +99,11 @@ def test_the_simulated_device_counts_apart() -> None:
     assert compatibility_table.simulated(results, feature) == "**fails**"
 
 
-def _average() -> None:
+@on_ranks(1)
+@pytest.mark.skipif(DEVICE == "cuda", reason="NCCL can average")
+def test_gloo_cannot_average() -> None:
     with pytest.raises(ValueError, match="gloo can sum only"):
         fully_shard_model(TinyModel(), average_in_collective=True)
-
-
-@pytest.mark.skipif(DEVICE == "cuda", reason="NCCL can average")
-def test_gloo_cannot_average(ranks: RankPool) -> None:
-    ranks.run(1, _average)
 
 
 GUIDE = sorted(page for page in (DOCS / "guide").glob("*.md"))

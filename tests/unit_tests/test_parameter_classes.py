@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 from megatron.fsdp import fsdp2
 from megatron_fsdp import fully_shard
 from tests.models import DEVICE, STRATEGIES, Block, TinyModel, adamw, assert_same_training, batches, sgd
-from tests.ranks import RankPool
+from tests.ranks import on_ranks
 
 
 class Quantized(torch.Tensor):
@@ -104,7 +104,9 @@ REFUSED = {
 }
 
 
-def _raises(kind: str) -> None:
+@on_ranks(1)
+@pytest.mark.parametrize("kind", REFUSED)
+def test_classes_that_store_values_differently_raise(kind: str) -> None:
     make, cls = REFUSED[kind]
     for shard in ("engine", "compat"):
         model = TinyModel()
@@ -122,11 +124,6 @@ def _raises(kind: str) -> None:
         assert shard == "compat" or before == [id(p) for p in model.parameters()]
 
 
-@pytest.mark.parametrize("kind", REFUSED)
-def test_classes_that_store_values_differently_raise(ranks: RankPool, kind: str) -> None:
-    ranks.run(1, _raises, kind)
-
-
 class Labelled(TinyModel):
     """A model with parameters of classes that only add attributes."""
 
@@ -142,15 +139,12 @@ class Labelled(TinyModel):
         return copied
 
 
-def _harmless(strategy: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_classes_that_only_add_attributes_are_trained(strategy: str) -> None:
     model = Labelled()
     assert isinstance(model.norm.weight, Marked)
     seen = []
     model.head.register_forward_pre_hook(lambda module, args: seen.append(module.weight.loud()))
     assert_same_training(model, batches(3, 2), adamw, zero_dp_strategy=strategy)
     assert "HEAD" in seen and set(seen) == {"HEAD"}
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_classes_that_only_add_attributes_are_trained(ranks: RankPool, strategy: str) -> None:
-    ranks.run(2, _harmless, strategy)

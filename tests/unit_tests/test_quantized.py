@@ -37,7 +37,7 @@ from tests.quantized_models import (
     sharded_model,
     train,
 )
-from tests.ranks import RankPool
+from tests.ranks import RankPool, on_ranks
 
 STEPS = 20
 
@@ -122,7 +122,13 @@ class _Product(torch.autograd.Function):
         return grad.matmul(weight), grad.flatten(0, -2).t().matmul(input.flatten(0, -2))
 
 
-def _products(recomputes: bool) -> None:
+def _apply(layer: torch.nn.Module, input: torch.Tensor) -> torch.Tensor:
+    return _Product.apply(input, layer.weight)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_products_of_other_functions_read_the_planes_of_their_pass(recomputes: bool) -> None:
     data, losses = batches(6, dist.get_world_size(), vocabulary=64), []
     for own in (False, True):
         model = quantized_model("mx")
@@ -132,16 +138,8 @@ def _products(recomputes: bool) -> None:
     assert losses[0] == losses[1]
 
 
-def _apply(layer: torch.nn.Module, input: torch.Tensor) -> torch.Tensor:
-    return _Product.apply(input, layer.weight)
-
-
-@pytest.mark.parametrize("recomputes", [False, True])
-def test_products_of_other_functions_read_the_planes_of_their_pass(ranks: RankPool, recomputes: bool) -> None:
-    ranks.run(2, _products, recomputes)
-
-
-def _tensor_parallel() -> None:
+@on_ranks(4)
+def test_tensor_parallel_parameters() -> None:
     """Each tensor-parallel rank quantizes its part of a parameter on its own."""
     mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp", "tp"))
     data = batches(6, 2)
@@ -156,11 +154,9 @@ def _tensor_parallel() -> None:
     assert train(model, optimizer, data, mesh["dp"].get_local_rank()) == expected
 
 
-def test_tensor_parallel_parameters(ranks: RankPool) -> None:
-    ranks.run(4, _tensor_parallel)
-
-
-def _computes_in_bf16(format: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("format", ["tensor", "mx", *OF_TORCHAO])
+def test_computes_in_another_dtype(format: str) -> None:
     """A float32 model that computes in bf16 trains as a bf16 model with the same main weights."""
     data, grads = batches(6, 2), torch.float32
     policy = MixedPrecisionPolicy(compute_dtype=torch.bfloat16, main_grads_dtype=grads)
@@ -173,11 +169,6 @@ def _computes_in_bf16(format: str) -> None:
     model.module.head.register_forward_hook(lambda module, args, output: seen.add((module.weight.dtype, output.dtype)))
     assert train(model, optimizer, data) == train(other, other_optimizer, data)
     assert seen == {(torch.bfloat16, torch.bfloat16)}
-
-
-@pytest.mark.parametrize("format", ["tensor", "mx", *OF_TORCHAO])
-def test_computes_in_another_dtype(ranks: RankPool, format: str) -> None:
-    ranks.run(2, _computes_in_bf16, format)
 
 
 def _from_meta(format: str, kind: str) -> None:
@@ -234,7 +225,9 @@ def test_quantizes_once_per_step(ranks: RankPool, kind: str) -> None:
 SHARES = {"tensor": 0.5, **dict.fromkeys(OF_TORCHAO, 0.5), "32x32": 0.502, "mx": 0.516, "nvfp4": 0.281}
 
 
-def _gathers(format: str, kind: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize(("format", "kind"), [*((name, "optim_grads_params") for name in SHARES), ("tensor", "optim")])
+def test_bytes_gathered_and_at_rest(format: str, kind: str) -> None:
     model = quantized_model(format, torch.bfloat16)
     model.head.weight = nn.Parameter(torch.zeros(model.head.weight.shape, dtype=torch.bfloat16))
     elements = sum(p.numel() for p in model.blocks[0].parameters() if p.dim() > 1)
@@ -259,12 +252,9 @@ def _gathers(format: str, kind: str) -> None:
     assert at_rest / (2 * 3 * elements / shards) == pytest.approx(copies * SHARES[format], rel=0.02)
 
 
-@pytest.mark.parametrize(("format", "kind"), [*((name, "optim_grads_params") for name in SHARES), ("tensor", "optim")])
-def test_bytes_gathered_and_at_rest(ranks: RankPool, format: str, kind: str) -> None:
-    ranks.run(2, _gathers, format, kind)
-
-
-def _between_steps(kind: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["optim", "optim_grads_params"])
+def test_what_is_left_between_steps(kind: str) -> None:
     """Between steps, only this rank's bytes and scales are left, and a deleted model leaves nothing."""
     model, optimizer = sharded_model(kind, quantized_model())
     ready = []
@@ -293,26 +283,20 @@ def _between_steps(kind: str) -> None:
         gc.enable()
 
 
-@pytest.mark.parametrize("kind", ["optim", "optim_grads_params"])
-def test_what_is_left_between_steps(ranks: RankPool, kind: str) -> None:
-    ranks.run(2, _between_steps, kind)
-
-
-def _plain() -> None:
+@on_ranks(2)
+def test_other_models_are_as_before() -> None:
     with patch.object(quantizing, "all_reduce", side_effect=AssertionError):
         model, optimizer = fully_shard(model := TinyModel(), exact(model.parameters()), fsdp_unit_modules=[Block])
         train(model, optimizer, batches(2, dist.get_world_size()))
     assert not any(group.weights.batch or group.weights.planes[0].is_resident for group in model.engine.groups)
 
 
-def test_other_models_are_as_before(ranks: RankPool) -> None:
-    ranks.run(2, _plain)
-
-
 # Changes from outside ---------------------------------------------------------------------------------------------
 
 
-def _loads(kind: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("kind", STRATEGIES)
+def test_loaded_weights_are_quantized(kind: str) -> None:
     """A forward after a load uses the loaded weights, and a corrupted byte is found and mended."""
     model, optimizer = sharded_model(kind, quantized_model())
     data = batches(6, dist.get_world_size())
@@ -334,12 +318,8 @@ def _loads(kind: str) -> None:
         assert inconsistent_weights(model.engine) == []
 
 
-@pytest.mark.parametrize("kind", STRATEGIES)
-def test_loaded_weights_are_quantized(ranks: RankPool, kind: str) -> None:
-    ranks.run(2, _loads, kind)
-
-
-def _returns() -> None:
+@on_ranks(2)
+def test_a_unit_that_returns_its_weight_returns_a_copy() -> None:
     model = quantized_model()
     model.blocks[0].forward = lambda x, block=model.blocks[0], run=model.blocks[0].forward: (run(x), block.up.weight)
     model.forward = lambda tokens: model.blocks[0](model.embedding(tokens))
@@ -347,10 +327,6 @@ def _returns() -> None:
     sharded, _ = sharded_model("optim_grads_params", model)
     _, returned = sharded(batches(1, 1)[0, 0])
     assert type(returned) is torch.Tensor and torch.equal(returned, expected)
-
-
-def test_a_unit_that_returns_its_weight_returns_a_copy(ranks: RankPool) -> None:
-    ranks.run(2, _returns)
 
 
 # Checkpoints ------------------------------------------------------------------------------------------------------

@@ -13,14 +13,15 @@ from megatron.fsdp.quantized.reference.float8 import Float8Storage, Float8Tensor
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model
 from tests.models import Block, batches, loss_of
 from tests.quantized_models import FORMATS, quantized_model, sharded_model
-from tests.ranks import RankPool
+from tests.ranks import on_ranks
 
 
 class Derived(Float8Tensor):
     """A subclass of a registered class."""
 
 
-def _refuses() -> None:
+@on_ranks(1)
+def test_unsupported_settings_raise() -> None:
     model = quantized_model()
     before = [id(p) for p in model.parameters()]
     policy = MixedPrecisionPolicy(compute_dtype=torch.bfloat16)
@@ -34,20 +35,13 @@ def _refuses() -> None:
     assert before == [id(p) for p in model.parameters()]
 
 
-def test_unsupported_settings_raise(ranks: RankPool) -> None:
-    ranks.run(1, _refuses)
-
-
-def _refuses_tied() -> None:
+@on_ranks(1)
+def test_quantized_copies_of_parameters_raise() -> None:
     model = quantized_model()
     made = Float8Tensor.quantize(model.embedding.weight, keep_initial=True)
     model.head.weight = nn.Parameter(made)
     with pytest.raises(ValueError, match="head.weight is a quantized Float8Tensor of the memory of embedding.weight"):
         fully_shard_model(model, fsdp_unit_modules=[Block])
-
-
-def test_quantized_copies_of_parameters_raise(ranks: RankPool) -> None:
-    ranks.run(1, _refuses_tied)
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -66,7 +60,8 @@ def test_copies_before_sharding(format: str) -> None:
         assert other.head.weight.requires_grad and torch.equal(other.head.weight.initial, model.head.weight.initial)
 
 
-def _refuses_formats() -> None:
+@on_ranks(1)
+def test_unknown_formats_raise() -> None:
     model = quantized_model()
     raw = model.head.weight
     model.head.weight = nn.Parameter(Derived.quantize(raw.dequantize()))
@@ -76,16 +71,9 @@ def _refuses_formats() -> None:
         raw.zero_()
 
 
-def test_unknown_formats_raise(ranks: RankPool) -> None:
-    ranks.run(1, _refuses_formats)
-
-
-def _differ() -> None:
+@on_ranks(2)
+def test_ranks_with_different_formats_raise() -> None:
     format = "128x128" if dist.get_rank() else "tensor"
     with pytest.raises(ValueError, match=r"parameter \S+weight.*stored as"):
         model, _ = sharded_model("optim_grads_params", quantized_model(format))
         model.engine.agree()
-
-
-def test_ranks_with_different_formats_raise(ranks: RankPool) -> None:
-    ranks.run(2, _differ)

@@ -26,7 +26,7 @@ from megatron.fsdp.sharding.layout import ELEMENT, ROW, Layout, Slot
 from megatron.fsdp.sharding.packing import plan_layout
 from megatron_fsdp import uneven_dtensor
 from tests.models import device
-from tests.ranks import RankPool
+from tests.ranks import RankPool, on_ranks
 
 # Shapes and cuts: whole rows, a cut row, ranks without anything, a single owner.
 CASES = {
@@ -109,7 +109,8 @@ REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def _norms() -> None:
+@on_ranks(3)
+def test_norms_of_many_shards_take_one_kernel() -> None:
     tensors = [_ragged(case)[1] for case in ("rows", "vector", "cut rows", "empty first")]
     with (
         patch.object(torch, "_foreach_norm", wraps=torch._foreach_norm) as many,
@@ -119,11 +120,9 @@ def _norms() -> None:
     assert many.call_count == 2 and not one.called
 
 
-def test_norms_of_many_shards_take_one_kernel(ranks: RankPool) -> None:
-    ranks.run(3, _norms)
-
-
-def _operations(case: str) -> None:
+@on_ranks(3)
+@pytest.mark.parametrize("case", CASES)
+def test_operations(case: str) -> None:
     whole, ragged = _ragged(case)
     for name, operation in ELEMENTWISE.items():
         found = operation(ragged)
@@ -167,12 +166,8 @@ def _operations(case: str) -> None:
     assert torch.equal(full._local_tensor, 1.5 * whole)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_operations(ranks: RankPool, case: str) -> None:
-    ranks.run(3, _operations, case)
-
-
-def _unsupported_operations() -> None:
+@on_ranks(3)
+def test_other_operations_raise() -> None:
     whole, ragged = _ragged("rows")
     mesh = ragged.device_mesh
     fused: dict[str, Any] = {"weight_decay": 0, "momentum": 0.9, "lr": 0.1, "dampening": 0, "nesterov": False}
@@ -203,11 +198,8 @@ def _unsupported_operations() -> None:
             crash()
 
 
-def test_other_operations_raise(ranks: RankPool) -> None:
-    ranks.run(3, _unsupported_operations)
-
-
-def _copies_between_layouts() -> None:
+@on_ranks(3)
+def test_copies_between_layouts() -> None:
     whole, ragged = _ragged("rows")
     _, cut = _ragged("cut rows")
     even = distribute_tensor(whole * 3, ragged.device_mesh, [Shard(0)])
@@ -221,11 +213,8 @@ def _copies_between_layouts() -> None:
     assert ragged.placements == (Shard(0),) and ragged.redistribute(placements=[Shard(0)]) is ragged
 
 
-def test_copies_between_layouts(ranks: RankPool) -> None:
-    ranks.run(3, _copies_between_layouts)
-
-
-def _pickled() -> None:
+@on_ranks(3)
+def test_pickled_and_loaded() -> None:
     for case in CASES:
         whole, ragged = _ragged(case)
         for given_tensor in (ragged, nn.Parameter(ragged), ragged.bfloat16()):
@@ -238,10 +227,6 @@ def _pickled() -> None:
                 assert isinstance(loaded, nn.Parameter) == isinstance(given_tensor, nn.Parameter)
                 _same(loaded.detach().float(), given_tensor.detach().float().full_tensor())
                 assert loaded.is_contiguous() and torch.equal(loaded * 2, given_tensor * 2)
-
-
-def test_pickled_and_loaded(ranks: RankPool) -> None:
-    ranks.run(3, _pickled)
 
 
 def _checkpoints(folder: str, asynchronous: bool) -> dict[str, torch.Tensor]:
@@ -281,7 +266,8 @@ def test_checkpoints(ranks: RankPool, asynchronous: bool) -> None:
         ranks.run(2, _load_elsewhere, folder, expected)
 
 
-def _random() -> None:
+@on_ranks(3)
+def test_random_initialization_equals_that_of_the_full_tensor() -> None:
     whole, ragged = _ragged("cut rows")
     for initialize in (nn.init.xavier_uniform_, nn.init.normal_, nn.init.trunc_normal_, nn.init.zeros_):
         torch.manual_seed(5)
@@ -291,11 +277,8 @@ def _random() -> None:
         _same(ragged, whole)
 
 
-def test_random_initialization_equals_that_of_the_full_tensor(ranks: RankPool) -> None:
-    ranks.run(3, _random)
-
-
-def _two_axes_and_tensor_parallel() -> None:
+@on_ranks(4)
+def test_two_axes_and_tensor_parallelism() -> None:
     """Over (outer, inner, tensor-parallel): ranks hold a range of a range of their tensor-parallel columns or rows."""
     mesh = init_device_mesh(device().type, (2, 1, 2), mesh_dim_names=("outer", "inner", "tp"))
     outer, _, tp = mesh.get_coordinate()
@@ -326,11 +309,8 @@ def _two_axes_and_tensor_parallel() -> None:
             dist.barrier()
 
 
-def test_two_axes_and_tensor_parallelism(ranks: RankPool) -> None:
-    ranks.run(4, _two_axes_and_tensor_parallel)
-
-
-def _functions_of_the_original() -> None:
+@on_ranks(3)
+def test_functions_of_the_original() -> None:
     for case in CASES:
         whole, ragged = _ragged(case)
         assert torch.equal(uneven_dtensor.uneven_dtensor_to_full_tensor(ragged), whole)
@@ -361,10 +341,6 @@ def _functions_of_the_original() -> None:
     assert torch.equal(uneven_dtensor.redistribute_uneven_dtensor_to_replicated(foreign).to_local(), whole)
 
 
-def test_functions_of_the_original(ranks: RankPool) -> None:
-    ranks.run(3, _functions_of_the_original)
-
-
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 7)), min_size=1, max_size=5), st.integers(1, 9))
 @settings(max_examples=60, deadline=None)
 def test_placements_agree_with_the_layout(shapes: list[tuple[int, int]], num_shards: int) -> None:
@@ -385,7 +361,8 @@ def test_the_size_of_a_placement_depends_on_the_shards_of_its_parameter() -> Non
     assert RaggedShard.of(Layout((Slot(90, (30,), ELEMENT),), 4096, 50), 0).cuts == (0, 10, 30)
 
 
-def _gather_plain() -> None:
+@on_ranks(3)
+def test_gathering_a_plain_dtensor_needs_no_reduction() -> None:
     mesh = init_device_mesh(device().type, (3, 1), mesh_dim_names=("data", "other"))
     whole = torch.arange(14.0, device=device()).view(7, 2)
     reduce, dist.all_reduce = dist.all_reduce, None  # type: ignore[assignment]
@@ -396,7 +373,3 @@ def _gather_plain() -> None:
             assert torch.equal(gather_full(foreign), whole)
     finally:
         dist.all_reduce = reduce
-
-
-def test_gathering_a_plain_dtensor_needs_no_reduction(ranks: RankPool) -> None:
-    ranks.run(3, _gather_plain)

@@ -16,7 +16,7 @@ from torch.torch_version import TorchVersion
 from megatron.fsdp import fsdp2
 from megatron_fsdp import fully_shard, fully_shard_model
 from tests.models import DEVICE, FP32_GRADS, Block, TinyModel, assert_same_weights, batches, device, loss_of, sgd
-from tests.ranks import RankFailure, RankPool
+from tests.ranks import RankFailure, RankPool, on_ranks
 
 
 def _full(tensor: Any) -> torch.Tensor:
@@ -152,7 +152,8 @@ def test_trains_as_unsharded(ranks: RankPool, name: str) -> None:
     ranks.run(size, _train, {"fsdp_unit_modules": [Block], **arguments})
 
 
-def _tensor_parallel() -> None:
+@on_ranks(4)
+def test_tensor_parallel() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 10), nn.Linear(10, 7))
     reference = copy.deepcopy(model)
@@ -168,10 +169,6 @@ def _tensor_parallel() -> None:
         torch.testing.assert_close(_full(entry.main.grad).cpu(), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_tensor_parallel(ranks: RankPool) -> None:
-    ranks.run(4, _tensor_parallel)
-
-
 class _Experts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -182,7 +179,8 @@ class _Experts(nn.Module):
         return x @ self.weight
 
 
-def _experts() -> None:
+@on_ranks(4)
+def test_experts() -> None:
     dense = init_device_mesh(DEVICE, (4,), mesh_dim_names=("dp",))
     expert = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp", "ep"))
     model = fully_shard_model(_Experts().to(device()), dense, "dp", expt_device_mesh=expert)
@@ -196,11 +194,8 @@ def _experts() -> None:
     torch.testing.assert_close(_full(param.main.grad), inside)
 
 
-def test_experts(ranks: RankPool) -> None:
-    ranks.run(4, _experts)
-
-
-def _divide_factor() -> None:
+@on_ranks(2)
+def test_divide_factor() -> None:
     model = nn.Sequential(nn.Linear(5, 3)).to(device())
     fsdp2.fully_shard(model)
     model.set_gradient_divide_factor(5.0)
@@ -209,11 +204,13 @@ def _divide_factor() -> None:
     torch.testing.assert_close(_full(parameter.grad), _full(parameter.detach()) * 2 * 3 / 5)
 
 
-def test_divide_factor(ranks: RankPool) -> None:
-    ranks.run(2, _divide_factor)
+def _linear() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(5, 3).to(device())
+    return model, sgd(model.parameters())
 
 
-def _decoupled() -> None:
+@on_ranks(2)
+def test_decoupled_gradients() -> None:
     model, _ = fully_shard(*_linear(), use_decoupled_grad=True)
     (weight, _) = model.parameters()
     for repeat in range(1, 3):
@@ -222,16 +219,8 @@ def _decoupled() -> None:
         torch.testing.assert_close(_full(weight.decoupled_grad), _full(weight.detach()) * 2 * repeat)
 
 
-def _linear() -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = nn.Linear(5, 3).to(device())
-    return model, sgd(model.parameters())
-
-
-def test_decoupled_gradients(ranks: RankPool) -> None:
-    ranks.run(2, _decoupled)
-
-
-def _frozen() -> None:
+@on_ranks(2)
+def test_frozen() -> None:
     model, _ = _linear()
     model.bias.requires_grad_(False)
     model, _ = fully_shard(model, sgd([model.weight]))
@@ -244,11 +233,8 @@ def _frozen() -> None:
     torch.testing.assert_close(_full(bias.grad), _full(bias.detach()) * 2)
 
 
-def test_frozen(ranks: RankPool) -> None:
-    ranks.run(2, _frozen)
-
-
-def _refused() -> None:
+@on_ranks(2)
+def test_what_cannot_be_right_raises() -> None:
     model, _ = fully_shard(*_linear())
     (weight, bias) = model.parameters()
     x = torch.ones(2, 5, device=device())
@@ -267,20 +253,13 @@ def _refused() -> None:
         square.mul_(2.0)
 
 
-def test_what_cannot_be_right_raises(ranks: RankPool) -> None:
-    ranks.run(2, _refused)
-
-
-def _norms() -> None:
+@on_ranks(2)
+def test_norms_can_be_printed() -> None:
     model, _ = fully_shard(*_linear())
     model(torch.ones(2, 5, device=device())).sum().backward()
     expected = float(torch.stack([_full(p.grad).norm() for p in model.parameters()]).norm())
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     assert f"{norm:.3f}" == f"{expected:.3f}" and f"{norm}" == str(norm.item())
-
-
-def test_norms_can_be_printed(ranks: RankPool) -> None:
-    ranks.run(2, _norms)
 
 
 def _transformed() -> None:

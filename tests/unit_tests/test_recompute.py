@@ -11,7 +11,7 @@ from megatron_fsdp import fully_shard_model
 from tests import training_models
 from tests.exchanges import seen
 from tests.models import Block, adamw, assert_same_training, batches, loss_of
-from tests.ranks import RankPool
+from tests.ranks import RankPool, on_ranks
 from tests.training_models import Recomputing
 
 
@@ -43,13 +43,10 @@ class Selective(Recomputing):
         super().__init__(False, "pairs")
 
 
-def _train_selective(strategy: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads", "optim_grads_params"])
+def test_selective_recomputation_of_several_units(strategy: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         original: Any = training_models.checkpoint
         patch.setattr(training_models, "checkpoint", functools.partial(original, context_fn=Selective.context))
         assert_same_training(Selective(), batches(3, 2), adamw, fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
-
-
-@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads", "optim_grads_params"])
-def test_selective_recomputation_of_several_units(ranks: RankPool, strategy: str) -> None:
-    ranks.run(2, _train_selective, strategy)

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from megatron.fsdp import fsdp2
 from megatron_fsdp import fully_shard, fully_shard_model, register_optimizer
 from tests.models import OPTIMIZERS, STRATEGIES, Block, TinyModel, adamw, batches, device, loss_of, main_weights
-from tests.ranks import DEVICE, RankPool
+from tests.ranks import DEVICE, RankPool, on_ranks
 
 KINDS = (*STRATEGIES, "hsdp", "hybrid", "in place")
 
@@ -183,7 +183,10 @@ DELICATE: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-def _looked_at(name: str, how: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("name", DELICATE)
+@pytest.mark.parametrize("how", ["state_dict", "get_state_dict"])
+def test_reading_state_changes_nothing(name: str, how: str) -> None:
     """Reading the state before the first step, or loading it back, does not change the training."""
     runs = []
     for look in (False, True):
@@ -201,12 +204,6 @@ def _looked_at(name: str, how: str) -> None:
             options["lr"] *= 0.5  # as a scheduler with a warm-up does; some optimizers take it over at the first step
         runs.append(_train(model, optimizer, 0, 3))
     assert runs[0] == runs[1]
-
-
-@pytest.mark.parametrize("name", DELICATE)
-@pytest.mark.parametrize("how", ["state_dict", "get_state_dict"])
-def test_reading_state_changes_nothing(ranks: RankPool, name: str, how: str) -> None:
-    ranks.run(2, _looked_at, name, how)
 
 
 def _files_of_ranks(kind: str, folder: str, weights_only: bool) -> None:
@@ -230,7 +227,8 @@ def test_files_of_ranks(ranks: RankPool, tmp_path: Path, kind: str, weights_only
     ranks.run(4, _files_of_ranks, kind, str(tmp_path), weights_only)
 
 
-def _before_the_first_step() -> None:
+@on_ranks(2)
+def test_goes_on_from_before_the_first_step() -> None:
     """A new optimizer goes on with a state from before the first step; SGD then does not dampen its first gradient."""
     model, optimizer = _model("optim_grads_params", DELICATE["dampening"], seed=3)
     saved = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
@@ -242,11 +240,8 @@ def _before_the_first_step() -> None:
         assert _train(model, optimizer, 0, 3) == expected
 
 
-def test_goes_on_from_before_the_first_step(ranks: RankPool) -> None:
-    ranks.run(2, _before_the_first_step)
-
-
-def _values_of_fresh_state() -> None:
+@on_ranks(3)
+def test_values_of_fresh_state() -> None:
     model, optimizer = _model("optim_grads_params", OPTIMIZERS["Adam"], seed=3)
     state = optimizer.state_dict()["state"]
     assert list(state) == list(range(len(list(model.parameters()))))
@@ -258,11 +253,10 @@ def _values_of_fresh_state() -> None:
     assert not optimizer.state
 
 
-def test_values_of_fresh_state(ranks: RankPool) -> None:
-    ranks.run(3, _values_of_fresh_state)
-
-
-def _full_state(kind: str, broadcast: bool) -> None:
+@on_ranks(4)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("broadcast", [False, True])
+def test_full_state_by_torchs_functions(kind: str, broadcast: bool) -> None:
     torch.manual_seed(9)
     source = TinyModel(tied=True)
     model, optimizer = _model(kind, adamw, seed=3)
@@ -282,13 +276,10 @@ def _full_state(kind: str, broadcast: bool) -> None:
         assert not found
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(4)
+@pytest.mark.parametrize("kind", ["optim_grads_params", "hybrid", "in place"])
 @pytest.mark.parametrize("broadcast", [False, True])
-def test_full_state_by_torchs_functions(ranks: RankPool, kind: str, broadcast: bool) -> None:
-    ranks.run(4, _full_state, kind, broadcast)
-
-
-def _full_optimizer_state(kind: str, broadcast: bool) -> None:
+def test_full_optimizer_state_by_torchs_functions(kind: str, broadcast: bool) -> None:
     model, optimizer = _model(kind, adamw, seed=3)
     _train(model, optimizer, 0, 2)
     full = StateDictOptions(full_state_dict=True)
@@ -303,13 +294,8 @@ def _full_optimizer_state(kind: str, broadcast: bool) -> None:
     assert _train(fresh, fresh_optimizer, 2, 4) == expected
 
 
-@pytest.mark.parametrize("kind", ["optim_grads_params", "hybrid", "in place"])
-@pytest.mark.parametrize("broadcast", [False, True])
-def test_full_optimizer_state_by_torchs_functions(ranks: RankPool, kind: str, broadcast: bool) -> None:
-    ranks.run(4, _full_optimizer_state, kind, broadcast)
-
-
-def _by_plain_names() -> None:
+@on_ranks(2)
+def test_loading_by_the_models_own_names() -> None:
     model, _ = _model("optim_grads_params", adamw, seed=3)
     source = TinyModel(tied=True).to(device())
     expected = source.state_dict()
@@ -334,11 +320,8 @@ def _by_plain_names() -> None:
         model.load_state_dict(given_twice)
 
 
-def test_loading_by_the_models_own_names(ranks: RankPool) -> None:
-    ranks.run(2, _by_plain_names)
-
-
-def _averaged_buffers() -> None:
+@on_ranks(3)
+def test_averaged_buffers() -> None:
     model = TinyModel()
     model.blocks[0].norm = nn.BatchNorm1d(5)
     # Nothing may be recorded: autograd refuses to change such a buffer in place.
@@ -355,7 +338,3 @@ def _averaged_buffers() -> None:
     torch.testing.assert_close(sharded.state_dict()[name], sum(of_all_ranks) / 3)
     assert sharded.state_dict()["module.blocks.0.norm.num_batches_tracked"].item() == 1
     assert scale.tolist() == [1.0, 1.0]
-
-
-def test_averaged_buffers(ranks: RankPool) -> None:
-    ranks.run(3, _averaged_buffers)

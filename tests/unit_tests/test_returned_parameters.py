@@ -8,7 +8,7 @@ from torch import nn
 
 from megatron_fsdp import FSDPConfig, MegatronFSDP
 from tests.models import device
-from tests.ranks import RankPool
+from tests.ranks import on_ranks
 from tests.training_models import SkipsBias
 
 
@@ -16,7 +16,8 @@ class Whole(SkipsBias):
     """A model that is one unit."""
 
 
-def _evaluate() -> None:
+@on_ranks(2)
+def test_what_the_root_returns_without_gradients_stays() -> None:
     layer = Whole(16, 16).to(device())
     ones = torch.ones(2, 16, device=device())
     expected = {name: value.clone() for name, value in layer(ones).items()}
@@ -25,10 +26,6 @@ def _evaluate() -> None:
         found = sharded(ones)
     assert not any(unit.weights.compute.flat.untyped_storage().nbytes() for unit in sharded.engine.groups)
     torch.testing.assert_close(found, expected)
-
-
-def test_what_the_root_returns_without_gradients_stays(ranks: RankPool) -> None:
-    ranks.run(2, _evaluate)
 
 
 @dataclasses.dataclass
@@ -46,13 +43,10 @@ class Hides(nn.Linear):
         return Output(self.bias)
 
 
-def _hidden() -> None:
+@on_ranks(2)
+def test_an_unknown_container_is_an_error() -> None:
     sharded = MegatronFSDP(nn.Sequential(Hides(16, 16)), config=FSDPConfig(), fsdp_unit_modules=[Hides])
     with pytest.raises(NotImplementedError, match=r"unit 0 returns one of its own parameters, in a Output"):
         sharded(torch.ones(2, 16, device=device()))
     with pytest.raises(NotImplementedError, match=r"\.clone\(\)"):
         sharded(torch.ones(2, 16, device=device()))
-
-
-def test_an_unknown_container_is_an_error(ranks: RankPool) -> None:
-    ranks.run(2, _hidden)

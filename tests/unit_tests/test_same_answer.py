@@ -20,7 +20,7 @@ from megatron.fsdp import fsdp2
 from megatron.fsdp.dtensor.unsupported import refuse_reads
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard, fully_shard_model
 from tests.models import assert_same_weights, device, sgd
-from tests.ranks import DEVICE, RankFailure, RankPool
+from tests.ranks import DEVICE, RankFailure, RankPool, on_ranks
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "no_shard": {"zero_dp_strategy": 0},
@@ -254,13 +254,10 @@ PROGRAMS: dict[str, tuple[Program, Callable[[], nn.Module], list[str]]] = {
 }
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_program(ranks: RankPool, program: str) -> None:
-    ranks.run(2, _run, program)
-
-
-def _run(name: str) -> None:
-    same(*PROGRAMS[name])
+def test_program(program: str) -> None:
+    same(*PROGRAMS[program])
 
 
 def _raises(kind: str, setting: str) -> None:
@@ -283,7 +280,8 @@ def test_what_cannot_be_equal_raises(ranks: RankPool, kind: str, setting: str, m
         ranks.run(2, _raises, kind, setting)
 
 
-def _uncounted() -> None:
+@on_ranks(2)
+def test_writes_that_nothing_counts() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4)).to(device())
     model, _ = fully_shard(model, sgd(model.parameters()), zero_dp_strategy=2, fsdp_unit_modules=[nn.Linear])
@@ -296,11 +294,9 @@ def _uncounted() -> None:
         assert not model(x).any()
 
 
-def test_writes_that_nothing_counts(ranks: RankPool) -> None:
-    ranks.run(2, _uncounted)
-
-
-def _stale(changed_by: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("changed_by", ["step", "load"])
+def test_a_pending_backward_does_not_read_newer_weights(changed_by: str) -> None:
     """As without sharding, backward does not read weights that a step or a load has changed."""
     for compute, setting in itertools.product([None, torch.bfloat16], SETTINGS.values()):
         policy = MixedPrecisionPolicy(main_params_dtype=None, compute_dtype=compute)
@@ -319,12 +315,8 @@ def _stale(changed_by: str) -> None:
         model(x).mean().backward()  # it is usable afterwards
 
 
-@pytest.mark.parametrize("changed_by", ["step", "load"])
-def test_a_pending_backward_does_not_read_newer_weights(ranks: RankPool, changed_by: str) -> None:
-    ranks.run(2, _stale, changed_by)
-
-
-def _kept() -> None:
+@on_ranks(2)
+def test_parameters_from_before_sharding() -> None:
     """Lists, optimizers, averages and clipping that hold parameters from before sharding act on the sharded ones."""
     for name, setting in SETTINGS.items():
         torch.manual_seed(0)
@@ -355,10 +347,6 @@ def _kept() -> None:
         assert copy.deepcopy(kept[1][0]).full_tensor().shape == kept[0][0].shape
 
 
-def test_parameters_from_before_sharding(ranks: RankPool) -> None:
-    ranks.run(2, _kept)
-
-
 class Recurrent(nn.Module):
     """An LSTM, which keeps its parameters in a list as well."""
 
@@ -379,13 +367,10 @@ def _moves_weights(lstm: nn.LSTM) -> None:
             weight.set_(part.view_as(weight))
 
 
-def _recurrent_on_cuda() -> None:
+@on_ranks(2)
+def test_recurrent_layers_that_move_their_weights() -> None:
     with patch.object(nn.LSTM, "flatten_parameters", _moves_weights):
         same(train, Recurrent, list(SETTINGS))
-
-
-def test_recurrent_layers_that_move_their_weights(ranks: RankPool) -> None:
-    ranks.run(2, _recurrent_on_cuda)
 
 
 def train(side: Side) -> torch.Tensor:
@@ -484,7 +469,8 @@ def test_gradients_are_filled_with_zeros(ranks: RankPool) -> None:
     ranks.run(2, same, _zeroed, Model, ["optim_grads_params", "no_shard"], _momentum)
 
 
-def _evaluate_first() -> None:
+@on_ranks(2)
+def test_an_evaluation_in_inference_mode_may_come_first() -> None:
     model = Model().to(device())
     for block in model.blocks:
         fsdp2.fully_shard(block)
@@ -493,10 +479,6 @@ def _evaluate_first() -> None:
         model(batch())
     model(batch()).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
-
-
-def test_an_evaluation_in_inference_mode_may_come_first(ranks: RankPool) -> None:
-    ranks.run(2, _evaluate_first)
 
 
 def _closure(side: Side) -> torch.Tensor:
@@ -522,7 +504,9 @@ def test_gradients_of_a_closure_are_synchronized(ranks: RankPool) -> None:
     ranks.run(2, _without_sync, _closure, ["optim", "optim_grads_params"])
 
 
-def _kept_dtensor() -> None:
+@on_ranks(4)
+@pytest.mark.skipif(DEVICE == "cuda", reason="the mesh is one of the CPU")
+def test_a_tensor_parallel_parameter_from_before_sharding() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6))
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
@@ -538,11 +522,6 @@ def _kept_dtensor() -> None:
     assert kept.grad is model[0].weight.grad
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="the mesh is one of the CPU")
-def test_a_tensor_parallel_parameter_from_before_sharding(ranks: RankPool) -> None:
-    ranks.run(4, _kept_dtensor)
-
-
 def _zeros_of_waiting_gradients(side: Side) -> torch.Tensor:
     loss = side.model(batch()).pow(2).mean()
     loss.backward()
@@ -555,7 +534,8 @@ def test_waiting_gradients_are_filled_with_zeros(ranks: RankPool) -> None:
     ranks.run(2, _without_sync, _zeros_of_waiting_gradients, ["optim_grads_params"], _momentum)
 
 
-def _a_unit_alone() -> None:
+@on_ranks(2)
+def test_a_unit_that_is_called_alone_reads_written_weights() -> None:
     model = fully_shard_model(Model().to(device()), fsdp_unit_modules=[Block], zero_dp_strategy=2)
     pending = model(batch())
     with torch.no_grad():
@@ -566,11 +546,8 @@ def _a_unit_alone() -> None:
     del pending
 
 
-def test_a_unit_that_is_called_alone_reads_written_weights(ranks: RankPool) -> None:
-    ranks.run(2, _a_unit_alone)
-
-
-def _step_with_closure_first() -> None:
+@on_ranks(2)
+def test_the_first_step_may_have_a_closure() -> None:
     model = Model().to(device())
     optimizer = _momentum(model.parameters())
     for block in model.blocks:
@@ -581,10 +558,6 @@ def _step_with_closure_first() -> None:
     before = model.head.weight.detach().clone()
     _closure(side)
     assert not torch.equal(before, model.head.weight.full_tensor())
-
-
-def test_the_first_step_may_have_a_closure(ranks: RankPool) -> None:
-    ranks.run(2, _step_with_closure_first)
 
 
 def _save_empty(folder: str) -> None:

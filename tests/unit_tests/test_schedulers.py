@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import (
 
 from megatron_fsdp import fully_shard
 from tests.models import Block, Pair, TinyModel, batches, device, loss_of
-from tests.ranks import RankPool
+from tests.ranks import on_ranks
 
 Optimizer = torch.optim.Optimizer
 SGD: Callable[..., Optimizer] = lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)  # noqa: E731
@@ -42,7 +42,10 @@ def _options(optimizer: Optimizer) -> list[tuple]:
     return [tuple(group.get(name) for name in names) for group in optimizer.param_groups]
 
 
-def _train(name: str, before: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_scheduler(name: str, before: bool) -> None:
     make_optimizer, make_scheduler = SCHEDULERS[name]
     schedulers: list[LRScheduler] = []
 
@@ -68,13 +71,8 @@ def _train(name: str, before: bool) -> None:
     pair.assert_same_weights()
 
 
-@pytest.mark.parametrize("before", [True, False])
-@pytest.mark.parametrize("name", SCHEDULERS)
-def test_scheduler(ranks: RankPool, name: str, before: bool) -> None:
-    ranks.run(2, _train, name, before)
-
-
-def _resumed() -> None:
+@on_ranks(2)
+def test_scheduler_and_optimizer_resume_together() -> None:
     """A scheduler's state dict does not depend on sharding, and a loaded scheduler continues."""
     model = TinyModel().to(device())
     sharded, optimizer = fully_shard(model, SGD(model.parameters()), fsdp_unit_modules=[Block])
@@ -93,7 +91,3 @@ def _resumed() -> None:
     other_scheduler.load_state_dict(scheduler.state_dict())
     assert other_scheduler.get_last_lr() == scheduler.get_last_lr()
     assert _options(other_optimizer) == _options(optimizer)
-
-
-def test_scheduler_and_optimizer_resume_together(ranks: RankPool) -> None:
-    ranks.run(2, _resumed)

@@ -21,7 +21,7 @@ from tests.models import (
     shard,
     state_of,
 )
-from tests.ranks import RankPool
+from tests.ranks import RankPool, on_ranks
 
 
 def _trained(strategy: str, steps: int) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
@@ -54,7 +54,8 @@ def test_state_dict_communicates_nothing(ranks: RankPool) -> None:
     assert ranks.run(2, _count_collectives_of_a_state_dict) == [0, 0]
 
 
-def _wrong_keys() -> None:
+@on_ranks(2)
+def test_keys_that_do_not_fit() -> None:
     sharded = fully_shard_model(TinyModel(), fsdp_unit_modules=[Block])
     state = {f"module.{name}": value for name, value in TinyModel().state_dict().items()}
     before = main_weights(sharded)
@@ -75,10 +76,6 @@ def _wrong_keys() -> None:
     assert all(torch.equal(after[name], before[name]) for name in before if name.startswith("embedding"))
 
 
-def test_keys_that_do_not_fit(ranks: RankPool) -> None:
-    ranks.run(2, _wrong_keys)
-
-
 class WithBuffers(TinyModel):
     """Has a running mean, which is not sharded."""
 
@@ -87,7 +84,8 @@ class WithBuffers(TinyModel):
         self.blocks[0].norm = torch.nn.BatchNorm1d(5)
 
 
-def _buffers() -> None:
+@on_ranks(2)
+def test_buffers_stay_whole() -> None:
     torch.manual_seed(3)
     model = WithBuffers().to(device())
     reference = copy.deepcopy(model)
@@ -102,11 +100,8 @@ def _buffers() -> None:
     assert sharded.module.blocks[0].norm.running_mean.tolist() == [7.0] * 5
 
 
-def test_buffers_stay_whole(ranks: RankPool) -> None:
-    ranks.run(2, _buffers)
-
-
-def _while_unsharded() -> None:
+@on_ranks(2)
+def test_state_dict_between_forward_and_backward() -> None:
     """A state dict taken between forward and backward contains main weights, and backward still works."""
     sharded, optimizer = _trained("optim_grads_params", steps=1)
     loss = loss_of(sharded, batches(1, 1)[0, 0])
@@ -115,10 +110,6 @@ def _while_unsharded() -> None:
     loss.backward()
     optimizer.step()
     assert dist.get_world_size() == 2
-
-
-def test_state_dict_between_forward_and_backward(ranks: RankPool) -> None:
-    ranks.run(2, _while_unsharded)
 
 
 class Upgraded(nn.Linear):
@@ -140,7 +131,8 @@ class Upgraded(nn.Linear):
         super()._load_from_state_dict(state, prefix, *arguments)
 
 
-def _own_loading() -> None:
+@on_ranks(2)
+def test_modules_change_what_is_loaded_into_them() -> None:
     torch.manual_seed(0)
     reference = nn.Sequential(Upgraded(), nn.Linear(3, 3))
     sharded = fully_shard_model(copy.deepcopy(reference).to(device()), fsdp_unit_modules=[Upgraded])
@@ -152,10 +144,6 @@ def _own_loading() -> None:
     assert sharded.module[0].loaded == reference[0].loaded == [[]]
 
 
-def test_modules_change_what_is_loaded_into_them(ranks: RankPool) -> None:
-    ranks.run(2, _own_loading)
-
-
 class Lenient(nn.Linear):
     """A layer that needs no bias in a state dict."""
 
@@ -164,7 +152,8 @@ class Lenient(nn.Linear):
         arguments[2][:] = [name for name in arguments[2] if name != f"{prefix}bias"]
 
 
-def _forgiven() -> None:
+@on_ranks(2)
+def test_hooks_take_keys_off_those_that_are_missing() -> None:
     state = {name: torch.randn(3, 3) for name in ("0.weight", "1.weight", "2.weight")}
     for sharded in (False, True):
         layers = nn.Sequential(Lenient(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)).to(device())
@@ -178,10 +167,6 @@ def _forgiven() -> None:
         model.load_state_dict(state)
         with pytest.raises(RuntimeError, match="nothing"):
             model.load_state_dict(state | {"nothing": torch.ones(1)})
-
-
-def test_hooks_take_keys_off_those_that_are_missing(ranks: RankPool) -> None:
-    ranks.run(2, _forgiven)
 
 
 class Transposed(nn.Module):
@@ -220,7 +205,17 @@ class Renaming(nn.Module):
         super()._load_from_state_dict(state, prefix, metadata, *arguments)
 
 
-def _versions() -> None:
+@on_ranks(2)
+def test_a_wrong_shape_inside_of_a_module_that_loads_itself_raises() -> None:
+    sharded = fully_shard_model(nn.Sequential(Renaming()).to(device()), fsdp_unit_modules=[nn.Linear])
+    state = sharded.state_dict()
+    state |= {f"module.0.{name}.weight": torch.ones(3, 5) for name in ("inner", "again")}
+    with pytest.raises(RuntimeError, match=r"module\.0\.inner\.weight: expected shape \(5, 5\); got \(3, 5\)"):
+        sharded.load_state_dict(state)
+
+
+@on_ranks(2)
+def test_modules_convert_by_version_and_rename_keys_of_their_children() -> None:
     torch.manual_seed(0)
     reference = nn.Sequential(Transposed(), Renaming())
     sharded = fully_shard_model(copy.deepcopy(reference).to(device()), fsdp_unit_modules=[Transposed, nn.Linear])
@@ -243,22 +238,6 @@ def _versions() -> None:
     assert_same_weights(sharded, reference)
     assert torch.equal(sharded.module[0].mask, reference[0].mask)
     assert seen[-1] == {"version": 1}
-
-
-def _wrong_inside() -> None:
-    sharded = fully_shard_model(nn.Sequential(Renaming()).to(device()), fsdp_unit_modules=[nn.Linear])
-    state = sharded.state_dict()
-    state |= {f"module.0.{name}.weight": torch.ones(3, 5) for name in ("inner", "again")}
-    with pytest.raises(RuntimeError, match=r"module\.0\.inner\.weight: expected shape \(5, 5\); got \(3, 5\)"):
-        sharded.load_state_dict(state)
-
-
-def test_a_wrong_shape_inside_of_a_module_that_loads_itself_raises(ranks: RankPool) -> None:
-    ranks.run(2, _wrong_inside)
-
-
-def test_modules_convert_by_version_and_rename_keys_of_their_children(ranks: RankPool) -> None:
-    ranks.run(2, _versions)
 
 
 def _refused_on_one_rank() -> str:
@@ -286,7 +265,8 @@ def test_every_rank_raises_for_shapes_and_for_an_error_of_one_rank(ranks: RankPo
     assert ranks.run(2, _refused_on_one_rank) == ["ValueError", "KeyError"]
 
 
-def _names_without_the_wrappers() -> None:
+@on_ranks(2)
+def test_names_of_a_state_that_is_broadcast() -> None:
     start = nn.Linear(4, 4)
     sharded = fully_shard_model(copy.deepcopy(start), fsdp_unit_modules=[])
     given, options = start.state_dict(), StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -294,7 +274,3 @@ def _names_without_the_wrappers() -> None:
         set_model_state_dict(sharded, dict(given) if dist.get_rank() == 0 else {}, options=options)
     given = {f"module.{name}": value for name, value in given.items()} if dist.get_rank() == 0 else {}
     set_model_state_dict(sharded, given, options=options)
-
-
-def test_names_of_a_state_that_is_broadcast(ranks: RankPool) -> None:
-    ranks.run(2, _names_without_the_wrappers)

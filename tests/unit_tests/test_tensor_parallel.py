@@ -16,7 +16,7 @@ from megatron.fsdp import fsdp2
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron_fsdp import MegatronFSDP, fully_shard
 from tests.models import DEVICE, STRATEGIES, adamw, device
-from tests.ranks import RankPool
+from tests.ranks import RankPool, on_ranks
 
 
 class Mlp(nn.Module):
@@ -116,7 +116,8 @@ def test_trains_as_unsharded(ranks: RankPool, dp: int, strategy: str) -> None:
     ranks.run(2 * dp, _train, dp, strategy)
 
 
-def _placements() -> None:
+@on_ranks(4)
+def test_main_weights_are_dtensors_over_both_axes() -> None:
     sharded, _ = _shard(Model(), _mesh(2), "optim_grads_params")
     up = sharded.module.layers[0].up.weight
     assert tuple(up.shape) == (10, 7)
@@ -125,22 +126,17 @@ def _placements() -> None:
     assert down.placements == (Shard(0), Shard(1))
 
 
-def test_main_weights_are_dtensors_over_both_axes(ranks: RankPool) -> None:
-    ranks.run(4, _placements)
-
-
-def _forgotten() -> None:
+@on_ranks(2)
+def test_mesh_axis_must_be_named() -> None:
     model = Model()
     parallelize_module(model.layers[0], _mesh(1)["tp"], {"up": ColwiseParallel()})
     with pytest.raises(ValueError, match="layers.0.up.* is a DTensor over .*named by tp_dim; got tp_dim=None"):
         fully_shard(model, adamw(model.parameters()), device_mesh=_mesh(1), dp_shard_dim="dp")
 
 
-def test_mesh_axis_must_be_named(ranks: RankPool) -> None:
-    ranks.run(2, _forgotten)
-
-
-def _overflow(interface: str, strategy: str) -> None:
+@on_ranks(4)
+@pytest.mark.parametrize(("interface", "strategy"), [*(("megatron", s) for s in STRATEGIES), ("fsdp2", "")])
+def test_all_ranks_skip_a_step_with_an_overflow_on_one(interface: str, strategy: str) -> None:
     """One tensor-parallel rank has an infinite gradient in the first step of two, in its part of a matrix."""
     torch.manual_seed(3)
     model = Model().to(device())
@@ -176,11 +172,6 @@ def _overflow(interface: str, strategy: str) -> None:
         torch.testing.assert_close(parameter.full_tensor(), weights[name.removeprefix("module.")], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("interface", "strategy"), [*(("megatron", s) for s in STRATEGIES), ("fsdp2", "")])
-def test_all_ranks_skip_a_step_with_an_overflow_on_one(ranks: RankPool, interface: str, strategy: str) -> None:
-    ranks.run(4, _overflow, interface, strategy)
-
-
 class WithExperts(Model):
     """Ends with an expert, a different one on each expert-parallel rank, that may get no tokens and so no gradient."""
 
@@ -196,7 +187,10 @@ class WithExperts(Model):
         return self.expert(x) if self.is_used else x
 
 
-def _norm_with_experts(strategy: str, unused: int | None) -> None:
+@on_ranks(4)
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+@pytest.mark.parametrize("unused", [None, 0])
+def test_experts_of_all_ranks_count_once(strategy: str, unused: int | None) -> None:
     """Two data-parallel ranks with other experts, each with two tensor-parallel ranks with the same expert."""
     mesh = _mesh(2)
     expert_mesh = DeviceMesh(DEVICE, [[[0, 1], [2, 3]]], mesh_dim_names=("dp", "ep", "tp"))
@@ -229,9 +223,3 @@ def _norm_with_experts(strategy: str, unused: int | None) -> None:
     scaler.step(optimizer)
     scaler.update()
     assert scaler.get_scale() == 4.0
-
-
-@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
-@pytest.mark.parametrize("unused", [None, 0])
-def test_experts_of_all_ranks_count_once(ranks: RankPool, strategy: str, unused: int | None) -> None:
-    ranks.run(4, _norm_with_experts, strategy, unused)

@@ -27,6 +27,8 @@ from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInpu
 from torchao.prototype.quantized_training import Int8MixedPrecisionTrainingConfig  # noqa: E402
 from torchao.quantization import quantize_  # noqa: E402
 
+from tests.ranks import on_ranks
+
 # Quantizing -------------------------------------------------------------------------------------------------------
 
 SHAPES = [(333, 97), (1, 5), (129, 130), (5, 1), (1, 1), (2, 2), (3, 300), (16, 16)]
@@ -73,7 +75,9 @@ def _expected(model: nn.Module, data: torch.Tensor) -> list[float]:
     return [reference.step(step)[dist.get_rank()] for step in data]
 
 
-def _casts(gather: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("gather", [True, False], ids=["bytes", "high precision"])
+def test_what_is_gathered(gather: bool) -> None:
     """With and without gathering bytes, the layers compute in float8 as unsharded ones do."""
     data = batches(6, dist.get_world_size())
     models = [float8(TinyModel().to(device(), torch.bfloat16), gather) for _ in range(2)]
@@ -89,12 +93,8 @@ def _casts(gather: bool) -> None:
     assert found is Float8TrainingTensor if gather else issubclass(found, nn.Parameter)
 
 
-@pytest.mark.parametrize("gather", [True, False], ids=["bytes", "high precision"])
-def test_what_is_gathered(ranks: RankPool, gather: bool) -> None:
-    ranks.run(2, _casts, gather)
-
-
-def _returns() -> None:
+@on_ranks(2)
+def test_a_unit_that_returns_its_weight_returns_a_copy() -> None:
     """A unit that returns its weight returns a copy, whose bytes outlive the unit's."""
     model = quantized_model("torchao")
     model.blocks[0].forward = lambda x, block=model.blocks[0], run=model.blocks[0].forward: (run(x), block.up.weight)
@@ -105,11 +105,8 @@ def _returns() -> None:
     assert storage_id(returned._data) not in {storage_id(flat) for flat in owned}
 
 
-def test_a_unit_that_returns_its_weight_returns_a_copy(ranks: RankPool) -> None:
-    ranks.run(2, _returns)
-
-
-def _copies() -> None:
+@on_ranks(2)
+def test_copies_of_a_model() -> None:
     """Copies of a model that is not sharded yet train like it."""
     data = batches(4, 2)
     expected = _expected(quantized_model("torchao"), data)
@@ -117,14 +114,11 @@ def _copies() -> None:
         assert train(*sharded_model("optim_grads_params", copied), data) == expected
 
 
-def test_copies_of_a_model(ranks: RankPool) -> None:
-    ranks.run(2, _copies)
-
-
 # Checkpoints ------------------------------------------------------------------------------------------------------
 
 
-def _releases() -> None:
+@on_ranks(2)
+def test_releases_what_it_was_made_of() -> None:
     """The values that torchao kept in high precision are freed, although an optimizer knew their parameter."""
     model = quantized_model("torchao")
     before = model.head.weight
@@ -133,10 +127,6 @@ def _releases() -> None:
     train(sharded, optimizer, batches(2, dist.get_world_size()))
     for group in sharded.engine.groups:
         assert all(type(p.compute) is Float8TrainingTensor for p in group.params) == (group.storage is not None)
-
-
-def test_releases_what_it_was_made_of(ranks: RankPool) -> None:
-    ranks.run(2, _releases)
 
 
 def _whole(model: MegatronFSDP) -> dict[str, torch.Tensor]:
@@ -169,7 +159,8 @@ def test_checkpoints_of_plain_models(ranks: RankPool, tmp_path: Path) -> None:
 # Other input ------------------------------------------------------------------------------------------------------
 
 
-def _mixed() -> None:
+@on_ranks(2)
+def test_mixed_configurations() -> None:
     """Layers with other configurations share units and batches; each is cast as its own configuration says."""
     data = batches(4, 2)
 
@@ -190,11 +181,8 @@ def _mixed() -> None:
     assert train(*sharded_model("optim_grads_params", model()), data) == _expected(model(), data)
 
 
-def test_mixed_configurations(ranks: RankPool) -> None:
-    ranks.run(2, _mixed)
-
-
-def _refuses() -> None:
+@on_ranks(1)
+def test_scales_of_rows_raise() -> None:
     """Unsupported weights raise an error before anything changes."""
     layer = nn.Linear(8, 4, bias=False)
     cast = hp_tensor_to_float8_dynamic(
@@ -211,10 +199,6 @@ def _refuses() -> None:
     quantize_(layer, Int8MixedPrecisionTrainingConfig())
     with pytest.raises(NotImplementedError, match=r"Parameter weight is a torchao\..*, a tensor subclass that keeps"):
         fully_shard_model(layer, fsdp_unit_modules=[])
-
-
-def test_scales_of_rows_raise(ranks: RankPool) -> None:
-    ranks.run(1, _refuses)
 
 
 def test_plain_models_do_not_import_torchao() -> None:

@@ -24,7 +24,7 @@ from scripts import draw_trace
 from tests.exchanges import wrapped
 from tests.launch import ROOT
 from tests.models import Block, TinyModel, adamw, batches, device, loss_of
-from tests.ranks import DEVICE, RankPool
+from tests.ranks import DEVICE, RankPool, on_ranks
 
 BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
 UNITS = ["<root>", *BLOCKS]
@@ -322,7 +322,8 @@ def test_an_exception_ends_the_recording(ranks: RankPool) -> None:
     assert second < first
 
 
-def _deleted() -> None:
+@on_ranks(1)
+def test_a_recording_does_not_keep_the_model() -> None:
     run = _Run()
     run.step()
     gc.collect()
@@ -338,20 +339,13 @@ def _deleted() -> None:
         gc.enable()
 
 
-def test_a_recording_does_not_keep_the_model(ranks: RankPool) -> None:
-    ranks.run(1, _deleted)
-
-
-def _not_sharded() -> None:
+@on_ranks(1)
+def test_one_sharded_model_is_expected() -> None:
     with pytest.raises(ValueError, match="expected one sharded model; got 0 in TinyModel"), trace_step(TinyModel()):
         pass
     both = torch.nn.ModuleList([fully_shard_model(TinyModel()), fully_shard_model(TinyModel())])
     with pytest.raises(ValueError, match="got 2 in ModuleList"), trace_step(both):
         pass
-
-
-def test_one_sharded_model_is_expected(ranks: RankPool) -> None:
-    ranks.run(1, _not_sharded)
 
 
 # Files ---------------------------------------------------------------------------------------------------------

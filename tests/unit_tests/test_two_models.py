@@ -14,7 +14,7 @@ from megatron.fsdp.tools.trace import trace_step
 from megatron_fsdp import MegatronFSDP, fully_shard_model
 from tests.models import Block, TinyModel, batches, device, loss_of
 from tests.needs import MEGATRON, missing
-from tests.ranks import DEVICE, RankPool
+from tests.ranks import DEVICE, RankPool, on_ranks
 
 DEPTHS = {"student": 2, "teacher": 3}
 
@@ -116,7 +116,9 @@ def test_inconsistent_weights_are_those_of_one_model(ranks: RankPool) -> None:
 # verify --------------------------------------------------------------------------------------------------------------
 
 
-def _full_tensors() -> None:
+@on_ranks(2)
+@pytest.mark.skipif(DEVICE == "cuda" or bool(missing(MEGATRON)), reason="Megatron runs on the CPU here")
+def test_verify_reads_each_model_separately() -> None:
     from megatron.fsdp.tools.megatron_run import full_gradients, full_weights
     from tests.megatron_models import forward_backward, megatron, tokens, wrapped
 
@@ -131,8 +133,3 @@ def _full_tensors() -> None:
             together = dict(read([student, teacher]))
             expected = alone[0] | {f"chunk 1: {name}": tensor for name, tensor in alone[1].items()}
             torch.testing.assert_close(together, expected, rtol=0, atol=0)
-
-
-@pytest.mark.skipif(DEVICE == "cuda" or bool(missing(MEGATRON)), reason="Megatron runs on the CPU here")
-def test_verify_reads_each_model_separately(ranks: RankPool) -> None:
-    ranks.run(2, _full_tensors)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from megatron.fsdp import fsdp2
 from megatron_fsdp import FSDPConfig, fully_shard, fully_shard_model, save_safetensors
 from tests.models import STRATEGIES, Block, TinyModel, adamw, batches, device, load_from, loss_of, save_to
-from tests.ranks import RankPool
+from tests.ranks import RankPool, on_ranks
 
 IGNORED = ("embedding.weight", "blocks.1.up.weight", "blocks.1.up.bias")
 REPLICATED = ("blocks.0.down.weight", "blocks.2.norm.weight", "head.weight", "norm.bias")
@@ -182,7 +182,9 @@ def test_files_of_full_weights_have_all_parameters(ranks: RankPool, tmp_path: Pa
     ranks.run(2, _files, str(tmp_path))
 
 
-def _zeroed(set_to_none: bool) -> None:
+@on_ranks(1)
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_of_the_model_reaches_all_parameters(set_to_none: bool) -> None:
     model = TinyModel().to(device())
     sharded = fully_shard_model(model, fsdp_unit_modules=[Block], **_exceptions(model))
     loss_of(sharded, batches(1, 1)[0, 0]).backward()
@@ -191,12 +193,8 @@ def _zeroed(set_to_none: bool) -> None:
     assert all(grad is None if set_to_none else not grad.any() for grad in gradients)
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad_of_the_model_reaches_all_parameters(ranks: RankPool, set_to_none: bool) -> None:
-    ranks.run(1, _zeroed, set_to_none)
-
-
-def _arguments() -> None:
+@on_ranks(1)
+def test_arguments() -> None:
     model = TinyModel().to(device())
     weight, stranger = model.head.weight, nn.Parameter(torch.zeros(2, 3))
     with pytest.raises(TypeError, match=r"^ignored_params: expected parameters of the model; got 'head.weight'\."):
@@ -221,11 +219,8 @@ def _arguments() -> None:
     assert FSDPConfig(ignored_params=None) == FSDPConfig()
 
 
-def test_arguments(ranks: RankPool) -> None:
-    ranks.run(1, _arguments)
-
-
-def _other_parameters() -> None:
+@on_ranks(2)
+def test_ranks_compare_what_they_replicate() -> None:
     """Ranks that do not replicate the same parameters raise, and name one."""
     model = TinyModel().to(device())
     chosen = [model.head.weight] if dist.get_rank() else []
@@ -233,11 +228,8 @@ def _other_parameters() -> None:
         fully_shard_model(model, replicated_params=chosen)
 
 
-def test_ranks_compare_what_they_replicate(ranks: RankPool) -> None:
-    ranks.run(2, _other_parameters)
-
-
-def _torchs_rule() -> None:
+@on_ranks(1)
+def test_marked_modules_inside_ignore_by_themselves() -> None:
     """A parameter of a marked module is ignored if that module's call says so, and if not, it is sharded."""
     model = TinyModel().to(device())
     first, second = model.blocks[0].up.weight, model.blocks[1].up.weight
@@ -250,7 +242,3 @@ def _torchs_rule() -> None:
     assert model.blocks[0].up.weight is first
     model.to(torch.float32)
     assert model.blocks[0].up.weight is first
-
-
-def test_marked_modules_inside_ignore_by_themselves(ranks: RankPool) -> None:
-    ranks.run(1, _torchs_rule)

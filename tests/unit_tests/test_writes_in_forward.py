@@ -10,7 +10,7 @@ from torch import nn
 from megatron.fsdp import fsdp2
 from megatron_fsdp import fully_shard_model
 from tests.models import TinyModel, device
-from tests.ranks import RankFailure, RankPool
+from tests.ranks import RankFailure, RankPool, on_ranks
 
 
 def _write_in_a_hook() -> None:
@@ -41,7 +41,8 @@ def test_an_embedding_that_writes_its_weight_raises(ranks: RankPool) -> None:
         ranks.run(2, _rows_are_renormalized)
 
 
-def _input_is_written() -> None:
+@on_ranks(2)
+def test_a_unit_that_writes_its_input_is_told_what_to_write_instead() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4))).to(device())
     model = fully_shard_model(model, fsdp_unit_modules=[nn.Sequential])
     with pytest.raises(RuntimeError, match="modified inplace") as raised:
@@ -53,10 +54,6 @@ def _input_is_written() -> None:
         model(torch.ones(2, 4, device=device()))  # it is usable afterwards
 
 
-def test_a_unit_that_writes_its_input_is_told_what_to_write_instead(ranks: RankPool) -> None:
-    ranks.run(2, _input_is_written)
-
-
 VIEWS: dict[str, Callable[[nn.Parameter], Any]] = {
     "item": lambda weight: weight.__setitem__(0, 7.0),
     "data": lambda weight: weight.data.__setitem__(0, 7.0),
@@ -65,7 +62,8 @@ VIEWS: dict[str, Callable[[nn.Parameter], Any]] = {
 }
 
 
-def _through_views() -> None:
+@on_ranks(2)
+def test_writes_through_views_of_full_weights() -> None:
     for view in VIEWS.values():
         layer = nn.Linear(4, 4, bias=False).to(device(), torch.bfloat16)
         model = fully_shard_model(nn.Sequential(layer), zero_dp_strategy=0, fsdp_unit_modules=[nn.Linear])
@@ -75,7 +73,3 @@ def _through_views() -> None:
             (weight,) = model.module.parameters()
             view(weight)
             torch.testing.assert_close(model(x)[0], weight.full_tensor().bfloat16().sum(1), rtol=0.05, atol=0.05)
-
-
-def test_writes_through_views_of_full_weights(ranks: RankPool) -> None:
-    ranks.run(2, _through_views)

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_fsdp import FSDPConfig, MegatronFSDP, MixedPrecisionPolicy, fully_shard_model
 from tests.exchanges import both_exchanges
 from tests.models import STRATEGIES, Block, TinyModel, batches, loss_of
-from tests.ranks import ROOT, RankPool
+from tests.ranks import ROOT, RankPool, on_ranks
 
 COPIES = {
     "aten.copy_.default",
@@ -37,7 +37,9 @@ class _CountCopies(TorchDispatchMode):
         return out
 
 
-def _views_of_the_gathered_buffer(strategy: str) -> None:
+@on_ranks(2)
+@both_exchanges("strategy", STRATEGIES)
+def test_parameters_are_views_of_the_gathered_buffer(strategy: str) -> None:
     model = MegatronFSDP(TinyModel(), config=FSDPConfig(zero_dp_strategy=strategy), fsdp_unit_modules=[Block])
     groups = {id(e.compute): (g, i) for g in model.engine.groups for i, e in enumerate(g.params)}
     seen: dict[int, int] = {}
@@ -57,23 +59,15 @@ def _views_of_the_gathered_buffer(strategy: str) -> None:
     assert len(seen) == len(groups)
 
 
-@both_exchanges("strategy", STRATEGIES)
-def test_parameters_are_views_of_the_gathered_buffer(ranks: RankPool, strategy: str) -> None:
-    ranks.run(2, _views_of_the_gathered_buffer, strategy)
-
-
-def _main_weights_share_memory(strategy: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_rank_holds_one_copy_of_its_weights(strategy: str) -> None:
     model = MegatronFSDP(TinyModel(), config=FSDPConfig(zero_dp_strategy=strategy), fsdp_unit_modules=[Block])
     for group in model.engine.groups:
         whole = group.weights.compute.flat.untyped_storage()
         shared = group.weights.main.untyped_storage()._cdata == whole._cdata
         assert shared == (strategy != "optim_grads_params")
         assert (whole.nbytes() == 0) == (strategy == "optim_grads_params")
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_rank_holds_one_copy_of_its_weights(ranks: RankPool, strategy: str) -> None:
-    ranks.run(2, _main_weights_share_memory, strategy)
 
 
 def _nothing(*args: object) -> None:

@@ -22,7 +22,7 @@ from megatron.fsdp import MegatronFSDP
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from tests.models import STRATEGIES
 from tests.nccl_recorder import Recorder
-from tests.ranks import RankPool
+from tests.ranks import RankPool, on_ranks
 from tests.slow import all_but_slow
 
 # Training is DDP's -----------------------------------------------------------------------------------------------
@@ -77,11 +77,6 @@ def test_bf16_reduces_in_fp32_as_ddp_does(ranks: RankPool, strategy: str) -> Non
 
 
 # The wrapper's attributes and methods ----------------------------------------------------------------------------
-
-
-def _run(case: Callable[[], None]) -> None:
-    with mm.megatron():
-        case()
 
 
 def class_and_wrapper_chain() -> None:
@@ -504,6 +499,8 @@ CASES = [
 ]
 
 
+@on_ranks(3)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_row(ranks: RankPool, case: Callable[[], None]) -> None:
-    ranks.run(3, _run, case)
+def test_row(case: Callable[[], None]) -> None:
+    with mm.megatron():
+        case()

@@ -17,7 +17,7 @@ from megatron.fsdp.mcore.offload import build_optimizer
 from megatron.fsdp.mcore.options import get_megatron_ddp_config
 from megatron.fsdp.runtime.partition import offloaded_units, parameters_of, partition
 from tests.models import STRATEGIES, Block, TinyModel
-from tests.ranks import RankPool
+from tests.ranks import RankPool, on_ranks
 
 
 def _trained(strategy: str, offload: dict[str, Any], changes: dict[str, Any]) -> tuple[list[float], dict, Any]:
@@ -54,16 +54,14 @@ def test_trains_as_without_it_to_the_bit(ranks: RankPool, strategy: str, bf16: b
     ranks.run(2, _equal, strategy, {"bf16": bf16})
 
 
-def _sequence_parallel() -> None:
+@on_ranks(4)
+def test_gradients_of_tensor_parallel_replicas_are_reduced() -> None:
     sizes = {"tensor_model_parallel_size": 2}
     _equal("optim_grads_params", {**sizes, "sequence_parallel": True, "bf16": True}, **sizes)
 
 
-def test_gradients_of_tensor_parallel_replicas_are_reduced(ranks: RankPool) -> None:
-    ranks.run(4, _sequence_parallel)
-
-
-def _needs_the_wrapper() -> None:
+@on_ranks(1)
+def test_the_wrapper_has_to_know() -> None:
     with mm.megatron():
         model = mm.wrapped("optim_grads_params")
         with pytest.raises(ValueError, match="Set optimizer_cpu_offload .* on the wrapper's ddp_config"):
@@ -73,11 +71,8 @@ def _needs_the_wrapper() -> None:
         assert found == (groups, {"lr": 0.1}), "DDP keeps Megatron-Core's"
 
 
-def test_the_wrapper_has_to_know(ranks: RankPool) -> None:
-    ranks.run(1, _needs_the_wrapper)
-
-
-def _command_line() -> None:
+@on_ranks(1)
+def test_the_command_line_reaches_the_engine() -> None:
     args = SimpleNamespace(optimizer_cpu_offload=True, optimizer_offload_fraction=0.25)
     found = fsdp_config(
         mm.transformer_config(), get_megatron_ddp_config(lambda _: DistributedDataParallelConfig(), args)
@@ -85,10 +80,6 @@ def _command_line() -> None:
     assert (found.offload_optimizer, found.offload_fraction) == (True, 0.25)
     assert found.use_decoupled_grad and not found.offloads_gradients
     assert not fsdp_config(mm.transformer_config(), DistributedDataParallelConfig()).offload_optimizer
-
-
-def test_the_command_line_reaches_the_engine(ranks: RankPool) -> None:
-    ranks.run(1, _command_line)
 
 
 def test_units_up_to_the_fraction_are_offloaded() -> None:

@@ -18,14 +18,17 @@ from megatron_fsdp import MegatronFSDP, fully_shard_model
 from tests.exchanges import seen
 from tests.models import FP32_GRADS, STRATEGIES, Block, TinyModel, batches, device, loss_of
 from tests.quantized_models import KINDS, quantized_model, sharded_model
-from tests.ranks import RankPool
+from tests.ranks import on_ranks
 
 
 def estimate(model: nn.Module, classes: tuple[type[nn.Module], ...], config: FSDPConfig, *rest: Any) -> Estimate:
     return estimate_outline(outline(model, classes, config), config, *rest)
 
 
-def _compare(strategy: str, dtype: torch.dtype) -> None:
+@on_ranks(3)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_estimated_bytes_equal_those_of_the_engine(strategy: str, dtype: torch.dtype) -> None:
     policy = MixedPrecisionPolicy(main_grads_dtype=torch.float32)
     model = TinyModel().to(device(), dtype)
     config = FSDPConfig(zero_dp_strategy=strategy, mixed_precision_policy=policy)
@@ -45,12 +48,6 @@ def _compare(strategy: str, dtype: torch.dtype) -> None:
     assert total.main == sum(main.nbytes for main in apart)
     assert total.optimizer == 2 * sum(group.weights.main.numel() * 4 for group in sharded.engine.groups)
     assert found.peak(config) > total.resting
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_estimated_bytes_equal_those_of_the_engine(ranks: RankPool, strategy: str, dtype: torch.dtype) -> None:
-    ranks.run(3, _compare, strategy, dtype)
 
 
 def test_muon_has_one_moment_of_each_matrix_that_megatron_gives_it() -> None:
@@ -114,7 +111,10 @@ def _check_units(model: MegatronFSDP, found: Estimate) -> None:
     assert len(seen) == 2 * (len(expected) - 1)
 
 
-def _quantized(kind: str, format: str) -> None:
+@on_ranks(4)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("format", ["tensor", "32x32", "mx", "nvfp4"])
+def test_estimated_bytes_of_quantized_weights(kind: str, format: str) -> None:
     """The estimate of a quantized model equals what a rank holds at rest, while a unit computes, and gathers."""
     axes = AxisSizes(2, 2) if kind in ("hsdp", "hybrid") else AxisSizes(4)
     strategy = kind if kind in STRATEGIES else "optim_grads_params"
@@ -136,12 +136,6 @@ def _quantized(kind: str, format: str) -> None:
     twice = last.backward if last.unsharded == last.forward else 0
     assert sum(output.nbytes for output, *_ in gathers) == found.total.gathered - twice
     assert sum(map(_kept, engine.groups)) == found.total.compute
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("format", ["tensor", "32x32", "mx", "nvfp4"])
-def test_estimated_bytes_of_quantized_weights(ranks: RankPool, kind: str, format: str) -> None:
-    ranks.run(4, _quantized, kind, format)
 
 
 # Bytes of a weight, in addition to those of bf16: at rest over all ranks, and in the passes.

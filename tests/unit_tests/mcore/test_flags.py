@@ -19,7 +19,7 @@ from megatron.fsdp.mcore.limits import Settings, adjust, validate_args
 from megatron.fsdp.mcore.statistics import get_megatron_optimizer
 from megatron.training import arguments
 from scripts import flag_table
-from tests.ranks import ROOT, RankPool
+from tests.ranks import ROOT, on_ranks
 
 
 def test_what_megatron_reads_where_fsdp_is_on() -> None:
@@ -102,7 +102,8 @@ def test_one_switch_refuses_captures_of_the_loop(monkeypatch: pytest.MonkeyPatch
         fsdp_config(captured, DistributedDataParallelConfig())
 
 
-def _through_the_wrapper() -> None:
+@on_ranks(1)
+def test_the_wrapper_measures_its_units() -> None:
     with mm.megatron():
         module = mm.gpt(mm.transformer_config())
         layer = sum(p.numel() for p in module.decoder.layers[0].parameters())
@@ -110,10 +111,6 @@ def _through_the_wrapper() -> None:
         model = mm.wrapped("optim_grads_params", suggested_communication_unit_size=6 * layer)
         config = model.module.fsdp_config
         assert (config.max_unsharded_units, config.max_reducing_units) == (4, 6)
-
-
-def test_the_wrapper_measures_its_units(ranks: RankPool) -> None:
-    ranks.run(1, _through_the_wrapper)
 
 
 def test_the_largest_pool_is_a_double_buffer() -> None:
@@ -151,7 +148,8 @@ def test_config_objects_are_adjusted() -> None:
     assert not config.gradient_accumulation_fusion
 
 
-def _optimizers_config() -> None:
+@on_ranks(1)
+def test_the_wrapper_and_the_optimizer_adjust_their_configs() -> None:
     with mm.megatron():
         model = mm.wrapped("optim", **GIVEN)
         assert not model.ddp_config.average_in_collective and not model.ddp_config.reuse_grad_buf_for_mxfp8_param_ag
@@ -164,7 +162,3 @@ def _optimizers_config() -> None:
 
         get_megatron_optimizer(original, config, [model])
         assert seen == [False]
-
-
-def test_the_wrapper_and_the_optimizer_adjust_their_configs(ranks: RankPool) -> None:
-    ranks.run(1, _optimizers_config)

@@ -12,7 +12,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.fsdp.helpers.spelling import bare_name
 from megatron.fsdp.mcore import adapter
 from megatron.fsdp.mcore.parameter_names import global_name
-from tests.ranks import RankPool
+from tests.ranks import RankPool, on_ranks
 
 LAYERS, EXPERTS, HIDDEN, FFN, VOCABULARY = 2, 4, 20, 36, 32
 MODEL = {
@@ -68,7 +68,8 @@ def test_expert_and_tensor_parallel_models(ranks: RankPool) -> None:
     ranks.run(4, _gathers, {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2})
 
 
-def _converts() -> None:
+@on_ranks(2)
+def test_hugging_faces_names() -> None:
     arguments = argparse.Namespace(
         num_layers=LAYERS,
         hidden_size=HIDDEN,
@@ -101,7 +102,3 @@ def _converts() -> None:
         arguments.normalization = "LayerNorm"
         with pytest.raises(NotImplementedError, match="normalization"):
             model.full_weights(huggingface=True)
-
-
-def test_hugging_faces_names(ranks: RankPool) -> None:
-    ranks.run(2, _converts)

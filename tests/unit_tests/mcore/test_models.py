@@ -18,7 +18,7 @@ from megatron.fsdp.mcore.initialization import build_recorded
 from megatron.fsdp.mcore.options import ROOT_EMBEDDINGS
 from tests.hybrid_models import stack
 from tests.models import STRATEGIES
-from tests.ranks import RankPool
+from tests.ranks import RankPool, on_ranks
 
 IMAGE, PATCH = 8, 4  # pixels
 
@@ -143,15 +143,12 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def _equals_ddp(strategy: str, model: str) -> None:
-    with mm.megatron():
-        mm.assert_same(mm.train(strategy, **MODELS[model]), mm.train_ddp(**MODELS[model]))
-
-
+@on_ranks(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("model", MODELS)
-def test_trains_as_with_ddp(ranks: RankPool, model: str, strategy: str) -> None:
-    ranks.run(2, _equals_ddp, strategy, model)
+def test_trains_as_with_ddp(strategy: str, model: str) -> None:
+    with mm.megatron():
+        mm.assert_same(mm.train(strategy, **MODELS[model]), mm.train_ddp(**MODELS[model]))
 
 
 def _on_meta(config: object) -> torch.nn.Module:
@@ -159,7 +156,8 @@ def _on_meta(config: object) -> torch.nn.Module:
         return build_recorded(lambda build: build(), lambda: hybrid(config))
 
 
-def _equals_itself_from_meta() -> None:
+@on_ranks(2)
+def test_the_meta_device_changes_nothing() -> None:
     with mm.megatron():
         expected = mm.wrapped("optim_grads_params", hybrid, **SIZES)
         found = mm.wrapped("optim_grads_params", _on_meta, init_model_with_meta_device=True, **SIZES)
@@ -171,10 +169,6 @@ def _equals_itself_from_meta() -> None:
             model.finish_grad_sync()
         for one, other in zip(expected.module.engine.params(), found.module.engine.params(), strict=True):
             assert torch.equal(one.main.grad.to_local(), other.main.grad.to_local()), one.name
-
-
-def test_the_meta_device_changes_nothing(ranks: RankPool) -> None:
-    ranks.run(2, _equals_itself_from_meta)
 
 
 ENDS = {"embedding", "output_layer"}

@@ -18,7 +18,7 @@ from megatron.fsdp.mcore.muon import ShardedMuon
 from megatron.fsdp.optim import matrix_exchange
 from megatron.fsdp.state.loading import own_shard
 from tests.models import whole
-from tests.ranks import RankPool
+from tests.ranks import RankPool, on_ranks
 
 # The fused QKV projection of two heads: the parts of each head are orthogonalized apart.
 QKV = [6, 2, 2]
@@ -128,7 +128,8 @@ def test_trains_as_megatrons_ddp(ranks: RankPool, strategy: str) -> None:
     ranks.run(2, _compare, strategy)
 
 
-def _tensor_parallel() -> None:
+@on_ranks(4)
+def test_trains_as_megatrons_ddp_with_tensor_parallelism() -> None:
     """Gradient norms tell the modes apart: each mode takes another first step."""
     model = {"tensor_model_parallel_size": 2}
     divisible = patch.object(mm, "VOCABULARY", 30)
@@ -139,7 +140,3 @@ def _tensor_parallel() -> None:
             assert _train("optim_grads_params", model, muon_tp_mode=mode).norms == pytest.approx(reference, rel=1e-5)
             norms[mode] = reference
     assert norms["blockwise"] != pytest.approx(norms["duplicated"], rel=1e-4)
-
-
-def test_trains_as_megatrons_ddp_with_tensor_parallelism(ranks: RankPool) -> None:
-    ranks.run(4, _tensor_parallel)

@@ -22,7 +22,7 @@ from megatron.fsdp.mcore.load import load_state_dict
 from megatron.fsdp.mcore.save import preprocess
 from tests.fused_adam import FusedAdam
 from tests.models import STRATEGIES, whole
-from tests.ranks import RankPool
+from tests.ranks import RankPool, on_ranks
 
 ADAMS = ("exp_avg", "exp_avg_sq")
 DTYPES = tuple(f"{name}_dtype" for name in ADAMS)
@@ -53,7 +53,9 @@ def _trained(strategy: str, options: dict[str, Any], **changes: Any) -> tuple[An
     return model, optimizer, mm.run_steps(model, optimizer)
 
 
-def _equals_ddp(strategy: str) -> None:
+@on_ranks(3)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_trains_as_ddp_with_torchs_adam(strategy: str) -> None:
     with mm.megatron():
         expected = mm.train_ddp()
         with transformer_engine():
@@ -66,12 +68,9 @@ def _equals_ddp(strategy: str) -> None:
         assert state and all(same_layout(value, main) for main, value in state.items())
 
 
+@on_ranks(3)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_trains_as_ddp_with_torchs_adam(ranks: RankPool, strategy: str) -> None:
-    ranks.run(3, _equals_ddp, strategy)
-
-
-def _unscales(strategy: str) -> None:
+def test_fp16_unscales_beside_empty_shards_with_a_fused_optimizer(strategy: str) -> None:
     def norms(fused: bool) -> list[float]:
         with transformer_engine() if fused else contextlib.nullcontext():
             model = mm.wrapped(strategy, fp16=True)
@@ -82,12 +81,8 @@ def _unscales(strategy: str) -> None:
         torch.testing.assert_close(norms(True), norms(False), rtol=2e-2, atol=0)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_fp16_unscales_beside_empty_shards_with_a_fused_optimizer(ranks: RankPool, strategy: str) -> None:
-    ranks.run(3, _unscales, strategy)
-
-
-def _narrow() -> None:
+@on_ranks(2)
+def test_narrow_gradients_and_moments() -> None:
     with mm.megatron():
         expected = mm.train_ddp()
         moments = dict.fromkeys(DTYPES, torch.bfloat16)
@@ -100,11 +95,8 @@ def _narrow() -> None:
         torch.testing.assert_close(found.norms, expected.norms, rtol=2e-2, atol=0)
 
 
-def test_narrow_gradients_and_moments(ranks: RankPool) -> None:
-    ranks.run(2, _narrow)
-
-
-def _state_to_load_into() -> None:
+@on_ranks(2)
+def test_state_to_load_into_is_created_without_a_step() -> None:
     with mm.megatron(), transformer_engine():
         model = mm.wrapped("optim_grads_params", megatron_fsdp_use_decoupled_grad=True)
         before = mm.weights_of(model)
@@ -117,10 +109,6 @@ def _state_to_load_into() -> None:
         assert all(main.decoupled_grad is None for main in here)
         after = mm.weights_of(model)
         assert all(torch.equal(after[name], weight) for name, weight in before.items())
-
-
-def test_state_to_load_into_is_created_without_a_step(ranks: RankPool) -> None:
-    ranks.run(2, _state_to_load_into)
 
 
 GATED = {"gated_linear_unit": True, "add_bias_linear": False}

@@ -26,7 +26,7 @@ from megatron.fsdp.quantized.reference.base import ReferenceTensor
 from megatron.fsdp.quantized.storage import KEEP_TRANSPOSE
 from tests.models import STRATEGIES, whole
 from tests.quantized_models import FORMATS, IN_BLOCKS, layers_of, quantize_layers, round_layers
-from tests.ranks import RankPool
+from tests.ranks import RankPool, on_ranks
 
 # Sizes that blocks divide and ranks do not.
 SIZES = {"hidden_size": 96, "ffn_hidden_size": 160}
@@ -84,7 +84,9 @@ def test_variants_train_as_with_ddp(ranks: RankPool, variant: str) -> None:
     ranks.run(2, _equals_ddp, "optim_grads_params", VARIANTS[variant])
 
 
-def _what_megatron_reads(keep: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("keep", [False, True])
+def test_megatron_sees_main_weights_only(keep: bool) -> None:
     with mm.megatron():
         # It imports Megatron-Core, which megatron_models has prepared for a CPU.
 
@@ -107,11 +109,6 @@ def _what_megatron_reads(keep: bool) -> None:
             for tensor in tensors:
                 assert isinstance(tensor, DTensor) and type(local_shard(tensor)) is torch.Tensor
                 assert tensor.dtype == torch.float32
-
-
-@pytest.mark.parametrize("keep", [False, True])
-def test_megatron_sees_main_weights_only(ranks: RankPool, keep: bool) -> None:
-    ranks.run(2, _what_megatron_reads, keep)
 
 
 # Checkpoints ------------------------------------------------------------------------------------------------------

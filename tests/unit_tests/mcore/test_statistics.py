@@ -9,7 +9,7 @@ import torch.distributed as dist
 import tests.megatron_models as mm
 from megatron.fsdp.api.uneven_dtensor import uneven_dtensor_to_full_tensor
 from megatron.training import training
-from tests.ranks import RankPool
+from tests.ranks import on_ranks
 
 # Strategy, and that of two optimizer instances; None: there is one instance.
 CASES = [("no_shard", None), ("optim", None), ("optim_grads_params", "no_shard"), ("optim_grads_params", "optim")]
@@ -20,21 +20,8 @@ def _optimizer(model: torch.nn.Module, **settings: Any) -> Any:
     return training.get_megatron_optimizer(config, [model])
 
 
-def _statistics(strategy: str, outer: str | None) -> None:
-    instances = 1 if outer is None else 2
-    settings = {"num_distributed_optimizer_instances": instances, "outer_dp_sharding_strategy": outer or "no_shard"}
-    with mm.megatron(num_distributed_optimizer_instances=instances):
-        model = mm.wrapped(strategy, **settings)
-        optimizer = _optimizer(model)
-        mm.forward_backward(model, mm.tokens(0, 1))
-        grads = [uneven_dtensor_to_full_tensor(parameter.grad) for parameter in model.parameters()]
-        assert optimizer.get_grad_norm() == pytest.approx(_norm(grads), rel=1e-5)
-        assert optimizer.count_zeros() == sum(grad.numel() - int(grad.count_nonzero()) for grad in grads)
-        weights = [uneven_dtensor_to_full_tensor(parameter.detach()) for parameter in model.parameters()]
-        assert training.calc_params_l2_norm([model]) == pytest.approx(_norm(weights), rel=1e-6)
-
-
-def _too_large() -> None:
+@on_ranks(2)
+def test_a_step_with_a_large_norm_is_skipped() -> None:
     with mm.megatron():
         model = mm.wrapped("optim_grads_params")
         optimizer = _optimizer(model, grad_norm_skip_threshold=1e-9)
@@ -46,11 +33,8 @@ def _too_large() -> None:
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-def test_a_step_with_a_large_norm_is_skipped(ranks: RankPool) -> None:
-    ranks.run(2, _too_large)
-
-
-def _stage_without_trainable_parameters() -> None:
+@on_ranks(2)
+def test_a_stage_without_trainable_parameters() -> None:
     with mm.megatron(pipeline_model_parallel_size=2):
         first = dist.get_rank() == 0
         model = mm.wrapped("optim_grads_params", lambda config: mm.gpt(config).requires_grad_(not first))
@@ -61,14 +45,21 @@ def _stage_without_trainable_parameters() -> None:
         assert optimizer.step()[0]
 
 
-def test_a_stage_without_trainable_parameters(ranks: RankPool) -> None:
-    ranks.run(2, _stage_without_trainable_parameters)
-
-
 def _norm(tensors: list[torch.Tensor]) -> float:
     return torch.stack([tensor.double().square().sum() for tensor in tensors]).sum().sqrt().item()
 
 
+@on_ranks(2)
 @pytest.mark.parametrize(("strategy", "outer"), CASES)
-def test_every_gradient_is_counted_once(ranks: RankPool, strategy: str, outer: str | None) -> None:
-    ranks.run(2, _statistics, strategy, outer)
+def test_every_gradient_is_counted_once(strategy: str, outer: str | None) -> None:
+    instances = 1 if outer is None else 2
+    settings = {"num_distributed_optimizer_instances": instances, "outer_dp_sharding_strategy": outer or "no_shard"}
+    with mm.megatron(num_distributed_optimizer_instances=instances):
+        model = mm.wrapped(strategy, **settings)
+        optimizer = _optimizer(model)
+        mm.forward_backward(model, mm.tokens(0, 1))
+        grads = [uneven_dtensor_to_full_tensor(parameter.grad) for parameter in model.parameters()]
+        assert optimizer.get_grad_norm() == pytest.approx(_norm(grads), rel=1e-5)
+        assert optimizer.count_zeros() == sum(grad.numel() - int(grad.count_nonzero()) for grad in grads)
+        weights = [uneven_dtensor_to_full_tensor(parameter.detach()) for parameter in model.parameters()]
+        assert training.calc_params_l2_norm([model]) == pytest.approx(_norm(weights), rel=1e-6)

@@ -13,10 +13,12 @@ from megatron_fsdp import fully_shard_model
 cpu.enable()
 
 from megatron.core.distributed.fsdp.src.megatron_fsdp import uneven_dtensor as theirs  # noqa: E402
-from tests.ranks import DEVICE, RankPool  # noqa: E402
+from tests.ranks import DEVICE, on_ranks  # noqa: E402
 
 
-def _functions(hybrid: bool) -> None:
+@on_ranks(4)
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_functions_of_megatron_core(hybrid: bool) -> None:
     install()
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(64, 96, bias=False), nn.Linear(96, 64, bias=False)).to(DEVICE)
@@ -36,8 +38,3 @@ def _functions(hybrid: bool) -> None:
             assert torch.equal(theirs.uneven_dtensor_to_full_tensor(shard_slice), part)
     state = theirs.preprocess_state_dict_for_uneven_dtensor(sharded.state_dict())
     assert all(value.shape == expected[name.removeprefix("module.")].shape for name, value in state.items())
-
-
-@pytest.mark.parametrize("hybrid", [False, True])
-def test_functions_of_megatron_core(ranks: RankPool, hybrid: bool) -> None:
-    ranks.run(4, _functions, hybrid)

@@ -19,7 +19,7 @@ from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 from tests.models import STRATEGIES, Block, TinyModel, adamw, batches, loss_of, main_weights
 from tests.ranks import DEVICE as REAL_DEVICE
-from tests.ranks import RankPool
+from tests.ranks import RankPool, on_ranks
 from tests.simulated.device import DEVICE, SimulatedDevice, simulated_device
 from tests.simulated.models import BF16, assert_clean, sharded, two_axes
 from tests.simulated.pairs import pairwise, parametrize_pairs
@@ -258,7 +258,8 @@ def test_offload(ranks: RankPool, strategy: str, overlap: bool) -> None:
     ranks.run(1, _train, 2, "AdamW", True, True, settings)
 
 
-def _by_units() -> None:
+@on_ranks(1)
+def test_offload_of_some_units() -> None:
     settings = {"offload_fraction": 0.5, **OFFLOAD}
     with _simulation() as sim:
         model, _ = _sharded(**settings)
@@ -277,10 +278,6 @@ def _by_units() -> None:
         assert all(torch.equal(grad.to("cpu"), before[name] / 2) for name, grad in grads.items())
     for strategy in ("optim", "optim_grads_params"):
         _train(2, "AdamW", True, True, {"zero_dp_strategy": strategy, **settings})
-
-
-def test_offload_of_some_units(ranks: RankPool) -> None:
-    ranks.run(1, _by_units)
 
 
 def _fail(where: str, settings: dict[str, Any]) -> None:
@@ -318,7 +315,10 @@ def test_fsdp2(ranks: RankPool, reshard: bool, bf16: bool) -> None:
     ranks.run(1, _fsdp2, reshard, {"mp_policy": policy} if bf16 else {})
 
 
-def _values(strategy: str, settings: dict[str, Any]) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("settings", [{}, {"fsdp_double_buffer": True}, {"offload_optimizer": True}], ids=str)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_values(strategy: str, settings: dict[str, Any]) -> None:
     """Two ranks over gloo, whose collectives exchange values: the simulation computes what the CPU does."""
     results = []
     for simulate in (False, True):
@@ -338,9 +338,3 @@ def _values(strategy: str, settings: dict[str, Any]) -> None:
                 assert_clean(sim)
     for name, value in results[0].items():
         torch.testing.assert_close(results[1][name], value, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("settings", [{}, {"fsdp_double_buffer": True}, {"offload_optimizer": True}], ids=str)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_values(ranks: RankPool, strategy: str, settings: dict[str, Any]) -> None:
-    ranks.run(2, _values, strategy, settings)

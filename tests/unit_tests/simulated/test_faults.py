@@ -27,7 +27,7 @@ from megatron.fsdp.runtime.engine import Engine
 from megatron.fsdp.runtime.unit import Unit, WeightState
 from tests.models import TinyModel, batches, loss_of
 from tests.ranks import DEVICE as REAL_DEVICE
-from tests.ranks import RankPool
+from tests.ranks import RankPool, on_ranks
 from tests.simulated.device import DEVICE, SimulatedDevice, simulated_device
 from tests.simulated.faults import (
     Ended,
@@ -382,7 +382,8 @@ def _copies_from_pageable_memory(any_rank: Callable[..., Any], context: CommCont
     return any_rank(context, *args)
 
 
-def _blocking_copy() -> None:
+@on_ranks(1)
+def test_a_blocking_copy_in_a_step_is_found() -> None:
     plant = _replace(CommContext, "any_rank", _copies_from_pageable_memory)
     for injected in (None, plant):
         with _simulation(injected) as sim:
@@ -395,10 +396,6 @@ def _blocking_copy() -> None:
                 with pytest.raises(HostWait, match="makes the host wait") as raised:
                     _step(model, optimizer, data[0])
             assert "_used_anywhere" in [frame.name for frame in traceback.extract_tb(raised.value.__traceback__)]
-
-
-def test_a_blocking_copy_in_a_step_is_found(ranks: RankPool) -> None:
-    ranks.run(1, _blocking_copy)
 
 
 def _records_instead_of_holding(hold: Callable[..., None], gradients: GradientBuffer, buffer: torch.Tensor) -> None:
@@ -421,7 +418,9 @@ OFFLOAD_FAULTS = {
 }
 
 
-def _blocking_offload(what: str) -> None:
+@on_ranks(1)
+@pytest.mark.parametrize("what", OFFLOAD_FAULTS)
+def test_blocking_copies_of_offload_are_found(what: str) -> None:
     for injected in (None, OFFLOAD_FAULTS[what]):
         with _simulation(injected) as sim:
             model, optimizer = sharded(**ZERO_3, **OFFLOAD, sync_model_each_microbatch=False)
@@ -433,12 +432,8 @@ def _blocking_offload(what: str) -> None:
             assert sim.races == [] or injected is not None
 
 
-@pytest.mark.parametrize("what", OFFLOAD_FAULTS)
-def test_blocking_copies_of_offload_are_found(ranks: RankPool, what: str) -> None:
-    ranks.run(1, _blocking_offload, what)
-
-
-def _other_optimizer() -> None:
+@on_ranks(1)
+def test_main_weights_written_while_an_unused_unit_is_gathered_are_found() -> None:
     """Megatron's optimizer writes main weights without a call of the engine after gradients are synchronized."""
     for injected in (None, _replace(CommContext, "join_unshards", _left_out)):
         with _simulation(injected, kernel_time=50.0) as sim:
@@ -456,10 +451,6 @@ def _other_optimizer() -> None:
             assert bool(found) == (injected is not None) and bool(reports) == bool(found), reports[:3]
 
 
-def test_main_weights_written_while_an_unused_unit_is_gathered_are_found(ranks: RankPool) -> None:
-    ranks.run(1, _other_optimizer)
-
-
 MEMORY_FAULTS: dict[str, tuple[Plant, dict[str, Any]]] = {
     "record_stream instead of holding": (_replace(GradientBuffer, "hold", _records_instead_of_holding), ZERO_3),
     "reductions in flight without a limit": (_replace(Unit, "wait_for_gradients", _left_out), ZERO_3),
@@ -475,14 +466,11 @@ def _peak(plant: Plant | None, settings: dict[str, Any]) -> int:
         return sim.peak_bytes
 
 
-def _use_more_memory(what: str) -> None:
+@on_ranks(1)
+@pytest.mark.parametrize("what", MEMORY_FAULTS)
+def test_memory_that_piles_up_is_found(what: str) -> None:
     plant, settings = MEMORY_FAULTS[what]
     assert _peak(plant, settings) > 1.2 * _peak(None, settings)
-
-
-@pytest.mark.parametrize("what", MEMORY_FAULTS)
-def test_memory_that_piles_up_is_found(ranks: RankPool, what: str) -> None:
-    ranks.run(1, _use_more_memory, what)
 
 
 def _raises_without_wait(run: Callable[..., Handle], stream: CudaStream, task: Task) -> Handle:
@@ -512,7 +500,8 @@ def _fails_once(reduce_scatter: Callable[..., None]) -> Callable[..., None]:
     return launch
 
 
-def _fail_in_task() -> None:
+@on_ranks(1)
+def test_memory_freed_by_an_exception_in_a_task_is_found() -> None:
     for injected in (None, _replace(CudaStream, "run", _raises_without_wait)):
         with _simulation(injected) as sim, pytest.MonkeyPatch.context() as patch:
             patch.setattr(BACKEND, "reduce_scatter", _fails_once(BACKEND.reduce_scatter))
@@ -526,10 +515,6 @@ def _fail_in_task() -> None:
                 assert reports == []
             else:
                 assert any("reduce_scatter" in r and " _reduce" in r and "on stream 0" in r for r in reports), reports
-
-
-def test_memory_freed_by_an_exception_in_a_task_is_found(ranks: RankPool) -> None:
-    ranks.run(1, _fail_in_task)
 
 
 def _on_current_device(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -555,7 +540,8 @@ def _waits_on_current_device(run: Callable[..., Handle], stream: CudaStream, tas
     return handle
 
 
-def _train_beside_current_device() -> None:
+@on_ranks(1)
+def test_the_current_stream_of_another_device_is_found() -> None:
     for injected in (None, _replace(CudaStream, "run", _waits_on_current_device)):
         with _simulation(injected) as sim, pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.cuda, "current_stream", _beside(torch.cuda.current_stream, torch.cuda.Stream()))
@@ -564,11 +550,8 @@ def _train_beside_current_device() -> None:
             assert bool(found) == (injected is not None) and bool(sim.races) == bool(found)
 
 
-def test_the_current_stream_of_another_device_is_found(ranks: RankPool) -> None:
-    ranks.run(1, _train_beside_current_device)
-
-
-def _streams() -> None:
+@on_ranks(1)
+def test_weights_are_quantized_in_one_stream_beside_the_compute() -> None:
     for owner, format in ((Float8Storage, "tensor"), (MXStorage, "mx")):
         found: set[int] = set()
 
@@ -580,7 +563,3 @@ def _streams() -> None:
             _train(sim, {"format": format})
         # The first is that of the compute, where the model was built before it was sharded.
         assert len(found - {0}) == 1
-
-
-def test_weights_are_quantized_in_one_stream_beside_the_compute(ranks: RankPool) -> None:
-    ranks.run(1, _streams)

@@ -15,7 +15,7 @@ from megatron.fsdp.comm.journal import Journal, Watchdog
 from megatron.fsdp.comm.streams import CudaStream
 from tests.models import STRATEGIES, batches, loss_of, main_weights
 from tests.ranks import DEVICE as REAL_DEVICE
-from tests.ranks import RankPool
+from tests.ranks import RankPool, on_ranks
 from tests.simulated.device import DEVICE, SimulatedDevice, simulated_device
 from tests.simulated.graphs import SimulatedGraph
 from tests.simulated.memory import FreedMemory
@@ -113,13 +113,10 @@ def test_a_replayed_iteration_trains_as_an_eager_one(ranks: RankPool, strategy: 
     ranks.run(2, _equal, {"zero_dp_strategy": strategy}, LOOPS[loop])
 
 
-def _with_two_axes(outer: str) -> None:
-    _equal({**two_axes(), "outer_dp_sharding_strategy": outer}, {})
-
-
+@on_ranks(4)
 @pytest.mark.parametrize("outer", ["no_shard", "optim"])
-def test_two_axes(ranks: RankPool, outer: str) -> None:
-    ranks.run(4, _with_two_axes, outer)
+def test_two_axes(outer: str) -> None:
+    _equal({**two_axes(), "outer_dp_sharding_strategy": outer}, {})
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -143,17 +140,14 @@ def test_settings_of_quantized_weights(ranks: RankPool, format: str, setting: di
     ranks.run(2, _equal, {"format": format, **setting}, LOOPS["step inside"])
 
 
-def _evaluates_between(format: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("format", all_but_slow(FORMATS, "delayed"))
+def test_evaluations_do_not_change_training(format: str) -> None:
     """Evaluations change nothing, and neither does the mode."""
     expected = _trained(False, {"format": format, "cuda_graph_mode": False}, step_in_graph=True)
     found = _trained(True, {"format": format}, step_in_graph=True, evaluates=True)
     for one, other in zip(expected, found[STEPS:], strict=True):
         assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize("format", all_but_slow(FORMATS, "delayed"))
-def test_evaluations_do_not_change_training(ranks: RankPool, format: str) -> None:
-    ranks.run(2, _evaluates_between, format)
 
 
 def _refuses(settings: dict[str, Any], message: str) -> None:
@@ -166,16 +160,13 @@ def test_settings_that_make_the_host_wait_raise(ranks: RankPool, setting: str) -
     ranks.run(1, _refuses, {setting: True}, setting)
 
 
-def _captured_at_once() -> None:
+@on_ranks(2)
+def test_a_capture_before_the_first_iteration_raises() -> None:
     with simulated_device() as sim:
         model, _ = _sharded()
         tokens = batches(1, 1)[0].to(DEVICE)
         with pytest.raises(RuntimeError, match="Run at least one whole iteration"), SimulatedGraph(sim).capture():
             _backward(model, tokens)
-
-
-def test_a_capture_before_the_first_iteration_raises(ranks: RankPool) -> None:
-    ranks.run(2, _captured_at_once)
 
 
 def _evaluates_without_a_unit(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> None:
@@ -195,7 +186,9 @@ def _drops_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, tokens:
 LEFT = {"an unshard": _evaluates_without_a_unit, "a reduction": _drops_gradients}
 
 
-def _captures_after(what: str) -> None:
+@on_ranks(1)
+@pytest.mark.parametrize("what", LEFT)
+def test_tasks_from_before_a_capture_are_not_waited_for_in_it(what: str) -> None:
     with fake_ranks(4), simulated_device() as sim:
         model, optimizer = _sharded(kind=Skips, outer_dp_sharding_strategy="optim", **two_axes())
         data = batches(1, 1)[0].to(DEVICE)
@@ -216,12 +209,8 @@ def _captures_after(what: str) -> None:
         assert not sim.races
 
 
-@pytest.mark.parametrize("what", LEFT)
-def test_tasks_from_before_a_capture_are_not_waited_for_in_it(ranks: RankPool, what: str) -> None:
-    ranks.run(1, _captures_after, what)
-
-
-def _replaced() -> None:
+@on_ranks(1)
+def test_a_replaced_gradient_raises() -> None:
     with simulated_device():
         model, optimizer = _sharded()
         tokens = batches(1, 1)[0].to(DEVICE)
@@ -231,48 +220,6 @@ def _replaced() -> None:
             parameter.grad = parameter.grad.clone()
         with pytest.raises(RuntimeError, match="was replaced by another tensor"):
             _backward(model, tokens)
-
-
-def test_a_replaced_gradient_raises(ranks: RankPool) -> None:
-    ranks.run(1, _replaced)
-
-
-def _drops_persistent(clear: Callable[..., None]) -> Callable[..., None]:
-    """Gradients get other memory in the next step, as they do without a graph."""
-
-    def version(group: ParameterGroup, set_to_none: bool = True) -> None:
-        clear(group, set_to_none)
-        group._persistent = None
-        for param in group.params:
-            param.main.grad = None
-
-    return version
-
-
-def _replays_with(drops: bool) -> None:
-    clear = ParameterGroup.clear_gradients
-    with fake_ranks(4), simulated_device() as sim, contextlib.ExitStack() as stack:
-        model, optimizer = _sharded()
-        data = batches(1, 1)[0].to(DEVICE)
-        for _ in range(WARM_UP):
-            _backward(model, data)
-            optimizer.step()
-            optimizer.zero_grad()
-        graph = SimulatedGraph(sim)
-        with graph.capture():
-            _backward(model, data)
-        if drops:
-            stack.enter_context(patch.object(ParameterGroup, "clear_gradients", _drops_persistent(clear)))
-        graph.replay()
-        optimizer.step()
-        optimizer.zero_grad()
-        with pytest.raises(FreedMemory, match="a replay uses memory") if drops else contextlib.nullcontext():
-            graph.replay()
-
-
-@pytest.mark.parametrize("drops", [True, False])
-def test_memory_that_a_graph_needs_and_the_engine_frees_is_found(ranks: RankPool, drops: bool) -> None:
-    ranks.run(1, _replays_with, drops)
 
 
 # The rules of captures -------------------------------------------------------------------------------------------

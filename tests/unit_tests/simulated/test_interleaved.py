@@ -15,7 +15,7 @@ from megatron_fsdp import MegatronFSDP, fully_shard_model, fully_shard_optimizer
 from tests.interleaved import interleaved_step, ordinary_step
 from tests.models import FP32_GRADS, Block, TinyModel, adamw, batches, main_weights
 from tests.ranks import DEVICE as REAL_DEVICE
-from tests.ranks import RankPool
+from tests.ranks import on_ranks
 from tests.simulated.device import DEVICE, SimulatedDevice, simulated_device
 from tests.simulated.faults import no_wait_for_unshard
 
@@ -49,17 +49,7 @@ def _train(
     return main_weights(model)
 
 
-def _equal(strategy: str, dtype: torch.dtype) -> None:
-    found = []
-    for step in (ordinary_step, interleaved_step, _delayed_step):
-        with simulated_device(kernel_time=5.0) as sim:
-            found.append(_train(sim, strategy, dtype, step))
-            assert not sim.races, "\n".join(map(str, sim.races[:3]))
-            assert len(sim.timeline.streams) > 1
-    for name, value in found[0].items():
-        assert torch.equal(value, found[1][name]) and torch.equal(value, found[2][name]), name
-
-
+@on_ranks(2)
 @pytest.mark.parametrize(
     ("strategy", "dtype"),
     [
@@ -71,8 +61,15 @@ def _equal(strategy: str, dtype: torch.dtype) -> None:
         pytest.param("optim_grads_params", torch.float32, marks=pytest.mark.slow),
     ],
 )
-def test_it_equals_the_ordinary_loop(ranks: RankPool, strategy: str, dtype: torch.dtype) -> None:
-    ranks.run(2, _equal, strategy, dtype)
+def test_it_equals_the_ordinary_loop(strategy: str, dtype: torch.dtype) -> None:
+    found = []
+    for step in (ordinary_step, interleaved_step, _delayed_step):
+        with simulated_device(kernel_time=5.0) as sim:
+            found.append(_train(sim, strategy, dtype, step))
+            assert not sim.races, "\n".join(map(str, sim.races[:3]))
+            assert len(sim.timeline.streams) > 1
+    for name, value in found[0].items():
+        assert torch.equal(value, found[1][name]) and torch.equal(value, found[2][name]), name
 
 
 # Mistakes ----------------------------------------------------------------------------------------------------------
@@ -92,20 +89,14 @@ def _train_with(owner: type, name: str, version: Callable[..., None]) -> list[st
         return [str(race) for race in sim.races]
 
 
-def _find_missing_wait() -> None:
+@on_ranks(2)
+def test_a_missing_wait_is_found() -> None:
     expected = ("_allgather_base_ writes", " _unshard", " hold", "addmm reads on stream 0", " forward_block")
     reports = _train_with(WeightBuffer, "wait", no_wait_for_unshard)
     assert any(all(part in report for part in expected) for report in reports), "\n".join(reports[:3])
 
 
-def _find_freed_weights() -> None:
+@on_ranks(2)
+def test_weights_that_are_freed_while_the_other_micro_batch_needs_them_are_found() -> None:
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         _train_with(Unit, "let_go", _let_go_of_both)
-
-
-def test_a_missing_wait_is_found(ranks: RankPool) -> None:
-    ranks.run(2, _find_missing_wait)
-
-
-def test_weights_that_are_freed_while_the_other_micro_batch_needs_them_are_found(ranks: RankPool) -> None:
-    ranks.run(2, _find_freed_weights)

@@ -12,7 +12,7 @@ import torch
 
 from tests.models import STRATEGIES
 from tests.ranks import DEVICE as REAL_DEVICE
-from tests.ranks import RankPool
+from tests.ranks import RankPool, on_ranks
 from tests.simulated.device import DEVICE, SimulatedDevice, simulated_device
 from tests.simulated.graphs import SimulatedGraph
 from tests.simulated.streams import Timeline
@@ -75,7 +75,10 @@ def test_strategies(ranks: RankPool, strategy: str, bf16: bool) -> None:
     ranks.run(2, _train, {"strategy": strategy, "bf16": bf16})
 
 
-def _offloaded(strategy: str, fraction: float) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("fraction", [pytest.param(1.0, marks=pytest.mark.slow), 0.4])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_offload(strategy: str, fraction: float) -> None:
     """Train with --optimizer-cpu-offload and without, and compare norms of gradients and weights, and the weights."""
     results = []
     for settings in ({}, {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction}):
@@ -106,12 +109,6 @@ def _offloaded(strategy: str, fraction: float) -> None:
     torch.testing.assert_close(norms, offloaded_norms, rtol=1e-6, atol=0)
     for name, weight in weights.items():
         torch.testing.assert_close(weight, offloaded_weights[name], rtol=1e-6, atol=1e-6, msg=name)
-
-
-@pytest.mark.parametrize("fraction", [pytest.param(1.0, marks=pytest.mark.slow), 0.4])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_offload(ranks: RankPool, strategy: str, fraction: float) -> None:
-    ranks.run(2, _offloaded, strategy, fraction)
 
 
 @contextlib.contextmanager

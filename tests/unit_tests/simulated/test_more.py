@@ -18,7 +18,7 @@ from megatron.fsdp.state.export import save_safetensors
 from megatron_fsdp import fully_shard_model, fully_shard_optimizer, register_forward_method
 from tests.models import Block, TinyModel, batches, loss_of
 from tests.ranks import DEVICE as REAL_DEVICE
-from tests.ranks import RankPool
+from tests.ranks import RankPool, on_ranks
 from tests.simulated.device import DEVICE, simulated_device
 from tests.simulated.models import BF16, adamw, assert_clean, on_device, sharded
 from tests.simulated.ranks import fake_ranks
@@ -279,7 +279,8 @@ def _exchange_matrices(settings: dict[str, Any]) -> None:
         assert_clean(sim)
 
 
-def _failing_exchange() -> None:
+@on_ranks(1)
+def test_full_matrices_whose_computation_fails() -> None:
     """The next round's matrices are on their way when the computation of one raises an error."""
     with fake_ranks(4), simulated_device(5.0) as sim, patch.object(matrix_exchange, "ROUND", 1):
         model, _ = sharded(Model)
@@ -293,10 +294,6 @@ def _failing_exchange() -> None:
             )
         _use_memory()
         assert_clean(sim)
-
-
-def test_full_matrices_whose_computation_fails(ranks: RankPool) -> None:
-    ranks.run(1, _failing_exchange)
 
 
 @pytest.mark.parametrize("settings", SETTINGS)

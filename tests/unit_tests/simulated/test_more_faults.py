@@ -20,7 +20,7 @@ from megatron.fsdp.state.full_weights import _Gathering
 from megatron_fsdp import MixedPrecisionPolicy
 from tests.models import batches, loss_of
 from tests.ranks import DEVICE as REAL_DEVICE
-from tests.ranks import RankPool
+from tests.ranks import on_ranks
 from tests.simulated.device import DEVICE
 from tests.simulated.faults import Ended
 from tests.simulated.models import BF16, sharded, two_axes
@@ -334,27 +334,22 @@ PROGRAMS: dict[str, tuple[Any, str, Callable[..., Any], Callable[[], None], tupl
 }
 
 
-def _find(what: str) -> None:
+@on_ranks(1)
+@pytest.mark.parametrize("what", ROWS)
+def test_races_are_found(what: str) -> None:
     owner, name, version, settings, report = ROWS[what]
     find(_replace(owner, name, version), lambda sim: _train(sim, settings), report)
 
 
-@pytest.mark.parametrize("what", ROWS)
-def test_races_are_found(ranks: RankPool, what: str) -> None:
-    ranks.run(1, _find, what)
-
-
-def _find_in_program(what: str) -> None:
+@on_ranks(1)
+@pytest.mark.parametrize("what", PROGRAMS)
+def test_races_in_programs_are_found(what: str) -> None:
     owner, name, version, program, report = PROGRAMS[what]
     find(_replace(owner, name, version), lambda sim: program(), report)
 
 
-@pytest.mark.parametrize("what", PROGRAMS)
-def test_races_in_programs_are_found(ranks: RankPool, what: str) -> None:
-    ranks.run(1, _find_in_program, what)
-
-
-def _write_after_evaluation() -> None:
+@on_ranks(1)
+def test_main_weights_written_over_a_copy_in_flight_are_found() -> None:
     for injected in (None, _replace(CommContext, "finish_offload", _left_out)):
         with _simulation(injected) as sim:
             model, _ = sharded(**ZERO_3, **OFFLOAD)
@@ -367,11 +362,8 @@ def _write_after_evaluation() -> None:
             assert bool(reports) == (injected is not None)
 
 
-def test_main_weights_written_over_a_copy_in_flight_are_found(ranks: RankPool) -> None:
-    ranks.run(1, _write_after_evaluation)
-
-
-def _two_streams_of_compute() -> None:
+@on_ranks(1)
+def test_memory_read_in_another_stream_of_compute_is_found() -> None:
     """A second model computes next to the first. They communicate in the same streams."""
     for injected in (None, _replace(CudaStream, "follow", _left_out)):
         with _simulation(injected) as sim:
@@ -390,11 +382,8 @@ def _two_streams_of_compute() -> None:
             assert bool(found) == (injected is not None) == bool(sim.races)
 
 
-def test_memory_read_in_another_stream_of_compute_is_found(ranks: RankPool) -> None:
-    ranks.run(1, _two_streams_of_compute)
-
-
-def _load_after_step() -> None:
+@on_ranks(1)
+def test_main_weights_loaded_over_a_copy_in_flight_are_found() -> None:
     for injected in (None, _replace(Engine, "wait_before_write", _left_out)):
         with _simulation(injected) as sim:
             model, optimizer = sharded(**ZERO_3, **OFFLOAD)
@@ -406,7 +395,3 @@ def _load_after_step() -> None:
                 assert reports == []
             else:
                 assert any("_cast_into" in r and "writes on the host" in r and "copy_shard" in r for r in reports)
-
-
-def test_main_weights_loaded_over_a_copy_in_flight_are_found(ranks: RankPool) -> None:
-    ranks.run(1, _load_after_step)

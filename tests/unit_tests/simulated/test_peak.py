@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from megatron_fsdp import fully_shard
 from tests.models import FP32_GRADS, STRATEGIES, Block, TinyModel, loss_of
 from tests.ranks import DEVICE as REAL_DEVICE
-from tests.ranks import RankPool
+from tests.ranks import RankPool, on_ranks
 from tests.simulated.device import DEVICE, SimulatedDevice, simulated_device
 from tests.simulated.pairs import parametrize_pairs
 from tests.simulated.ranks import fake_ranks
@@ -108,7 +108,8 @@ def test_hybrid(ranks: RankPool, dtype: str, kernel_time: float) -> None:
     ranks.run(1, _check, "optim_grads_params", dtype, kernel_time, True)
 
 
-def _recorded() -> None:
+@on_ranks(1)
+def test_recorded_memory_piles_up_under_a_slow_device() -> None:
     """A buffer per layer that another stream reads, held by ``record_stream`` or until compute has waited."""
     peaks = {}
     for recorded in (True, False):
@@ -127,7 +128,3 @@ def _recorded() -> None:
             peaks[recorded] = sim.peak_bytes
             assert not sim.races
     assert peaks[False] < 3 * 4000 and peaks[True] > 20 * 4000
-
-
-def test_recorded_memory_piles_up_under_a_slow_device(ranks: RankPool) -> None:
-    ranks.run(1, _recorded)

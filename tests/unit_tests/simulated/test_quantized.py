@@ -17,7 +17,7 @@ from tests.models import STRATEGIES, Block, batches, loss_of, main_weights
 from tests.quantized_models import KINDS, arguments, exact, quantized_model
 from tests.quantized_models import recompute as recomputing
 from tests.ranks import DEVICE as REAL_DEVICE
-from tests.ranks import RankPool
+from tests.ranks import RankPool, on_ranks
 from tests.simulated.device import DEVICE, SimulatedDevice, simulated_device
 from tests.simulated.models import BF16, assert_clean, sharded
 from tests.simulated.pairs import parametrize_pairs
@@ -90,7 +90,11 @@ def test_settings(ranks: RankPool, format: str, what: str, kind: str) -> None:
     ranks.run(1, _train, format, kind, SETTINGS[what])
 
 
-def _fsdp2(format: str, reshard: bool, recompute: str) -> None:
+@on_ranks(1)
+@pytest.mark.parametrize("recompute", ["", "unit", "layer"])
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("format", ["tensor", "mx"])
+def test_fsdp2(format: str, reshard: bool, recompute: str) -> None:
     with _simulation() as sim:
         model = recomputing(quantized_model(format, place=DEVICE), recompute)
         for block in (module for module in model.modules() if isinstance(module, Block)):
@@ -102,11 +106,6 @@ def _fsdp2(format: str, reshard: bool, recompute: str) -> None:
                 loss_of(model, step[0]).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-
-
-@parametrize_pairs(format=["tensor", "mx"], reshard=[True, False], recompute=["", "unit", "layer"])
-def test_fsdp2(ranks: RankPool, format: str, reshard: bool, recompute: str) -> None:
-    ranks.run(1, _fsdp2, format, reshard, recompute)
 
 
 def _trained(simulate: bool, format: str, kind: str, settings: dict[str, Any]) -> list[torch.Tensor]:
@@ -146,7 +145,8 @@ def test_values_with_settings(ranks: RankPool, format: str, what: str) -> None:
     ranks.run(2, _values, format, "optim_grads_params", SETTINGS[what])
 
 
-def _reads_other_bytes() -> None:
+@on_ranks(1)
+def test_bytes_of_the_other_direction_are_not_read() -> None:
     """A recomputed function that reads a weight, of which backward has gathered other bytes."""
     model = quantized_model("mx", place=torch.device("cpu"))
     for block in model.blocks:
@@ -157,7 +157,3 @@ def _reads_other_bytes() -> None:
     loss = loss_of(model, batches(1, 1)[0, 0])
     with pytest.raises(RuntimeError, match="The forward bytes of MXTensor are read while only others are unsharded"):
         loss.backward()
-
-
-def test_bytes_of_the_other_direction_are_not_read(ranks: RankPool) -> None:
-    ranks.run(1, _reads_other_bytes)
