@@ -209,7 +209,8 @@ def test_automatic_synchronization_is_an_attribute() -> None:
 
 
 @torch.no_grad()
-def _unshard() -> None:
+@on_ranks(2)
+def test_units_are_unsharded_on_request() -> None:
     torch.manual_seed(5)
     whole = TinyModel().to(device())
     weights = {name: p.detach().clone() for name, p in whole.named_parameters()}
@@ -228,10 +229,6 @@ def _unshard() -> None:
     model.all_gather_and_wait_parameters_ready(list(model.module.parameters()))
     model._replace_param_with_distributed_if_needed()
     assert all(isinstance(p, DTensor) for p in model.parameters())
-
-
-def test_units_are_unsharded_on_request(ranks: RankPool) -> None:
-    ranks.run(2, _unshard)
 
 
 @on_ranks(2)

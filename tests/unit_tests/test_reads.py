@@ -262,16 +262,13 @@ def test_norms_can_be_printed() -> None:
     assert f"{norm:.3f}" == f"{expected:.3f}" and f"{norm}" == str(norm.item())
 
 
-def _transformed() -> None:
+@on_ranks(2)
+def test_torch_func_of_a_parameter_names_full_tensor() -> None:
     model, _ = fully_shard(*_linear())
     weight = next(iter(model.parameters()))
     with pytest.raises(NotImplementedError, match=r"pass parameter\.full_tensor\(\) instead"):
         torch.vmap(torch.sum)(weight)
     torch.testing.assert_close(torch.vmap(torch.sum)(weight.full_tensor()), _full(weight).sum(1))
-
-
-def test_torch_func_of_a_parameter_names_full_tensor(ranks: RankPool) -> None:
-    ranks.run(2, _transformed)
 
 
 def _early_read() -> None:

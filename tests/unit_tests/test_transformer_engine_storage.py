@@ -18,7 +18,7 @@ from megatron_fsdp import MixedPrecisionPolicy, fully_shard, fully_shard_model
 from tests import te_mocks as te
 from tests.models import batches, loss_of
 from tests.quantized_models import KINDS, arguments, exact, mean, ranks_of, train
-from tests.ranks import DEVICE, RankPool
+from tests.ranks import DEVICE, RankPool, on_ranks
 from tests.slow import all_but_slow
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="the mocks compute on a CPU")
@@ -209,7 +209,9 @@ def test_variants_train_as_unsharded(ranks: RankPool, name: str, variant: str) -
 
 
 @with_mocks
-def _trains_with_an_older_version(name: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("name", all_but_slow(FORMATS, "delayed", "MXFP8"))
+def test_older_versions(name: str) -> None:
     data = batches(3, 2)
     expected = _expected(Model(name), data)
     utils = sys.modules[f"{te.TENSORS}.utils"]
@@ -223,13 +225,10 @@ def _trains_with_an_older_version(name: str) -> None:
         assert train(model, optimizer, data) == expected
 
 
-@pytest.mark.parametrize("name", all_but_slow(FORMATS, "delayed", "MXFP8"))
-def test_older_versions(ranks: RankPool, name: str) -> None:
-    ranks.run(2, _trains_with_an_older_version, name)
-
-
 @with_mocks
-def _recomputes(name: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("name", all_but_slow(FORMATS, "delayed", "MXFP8"))
+def test_recomputes(name: str) -> None:
     data = batches(4, 2)
     expected = _expected(Model(name), data)
     model = Model(name)
@@ -239,13 +238,12 @@ def _recomputes(name: str) -> None:
     assert train(sharded, optimizer, data) == expected
 
 
-@pytest.mark.parametrize("name", all_but_slow(FORMATS, "delayed", "MXFP8"))
-def test_recomputes(ranks: RankPool, name: str) -> None:
-    ranks.run(2, _recomputes, name)
-
-
 @with_mocks
-def _accumulates(name: str, kind: str, keep: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("keep", [False, True], ids=["dropped", "kept"])
+@pytest.mark.parametrize("kind", ["optim", "optim_grads_params"])
+@pytest.mark.parametrize("name", all_but_slow(FORMATS, "delayed", "MXFP8"))
+def test_accumulates(name: str, kind: str, keep: bool) -> None:
     """Two micro-batches and an evaluation per step; transposes are made once per backward, or once per step if kept."""
     data = batches(3, 4).unflatten(1, (2, 2))
     reference = Reference(Model(name))
@@ -269,13 +267,6 @@ def _accumulates(name: str, kind: str, keep: bool) -> None:
         optimizer.zero_grad()
         assert len(te.made) == (0 if name == "MXFP8" else 6 if keep else 12)
     assert te.made_in_forward == []
-
-
-@pytest.mark.parametrize("keep", [False, True], ids=["dropped", "kept"])
-@pytest.mark.parametrize("kind", ["optim", "optim_grads_params"])
-@pytest.mark.parametrize("name", all_but_slow(FORMATS, "delayed", "MXFP8"))
-def test_accumulates(ranks: RankPool, name: str, kind: str, keep: bool) -> None:
-    ranks.run(2, _accumulates, name, kind, keep)
 
 
 # The meta device --------------------------------------------------------------------------------------------------
@@ -315,7 +306,9 @@ def test_trains_from_the_meta_device(ranks: RankPool, name: str, kind: str, mixe
 
 
 @with_mocks
-def _refuses_on_meta(name: str) -> None:
+@on_ranks(1)
+@pytest.mark.parametrize("name", ["delayed", "MXFP8"])
+def test_what_cannot_be_initialized_is_refused(name: str) -> None:
     def sharded(model: nn.Module) -> Any:
         return fully_shard_model(model, init_model_with_meta_device=True)
 
@@ -339,11 +332,6 @@ def _refuses_on_meta(name: str) -> None:
     layer.reset_parameters = packs
     with pytest.raises(NotImplementedError, match="GroupedLinear removed blocks.0.down.weight0"):
         sharded(grouped)
-
-
-@pytest.mark.parametrize("name", ["delayed", "MXFP8"])
-def test_what_cannot_be_initialized_is_refused(ranks: RankPool, name: str) -> None:
-    ranks.run(1, _refuses_on_meta, name)
 
 
 # Quantizing -------------------------------------------------------------------------------------------------------
@@ -403,8 +391,14 @@ REFUSED: dict[str, tuple[str, Callable[[Any], None], str]] = {
 }
 
 
+def _with_columns(weight: Any) -> Any:
+    weight._columnwise_data = weight._rowwise_data
+    return weight
+
+
 @with_mocks
-def _problems() -> None:
+@on_ranks(1)
+def test_what_cannot_be_trained_is_named() -> None:
     module = plug_in()
     for name, change, message in REFUSED.values():
         layer: Any = te.Linear(32, 64, FORMATS[name]())
@@ -426,17 +420,9 @@ def _problems() -> None:
     assert "multiples of 32" in str(module.MXFP8(key=None).problem(_with_columns(odd), torch.device("cpu")))
 
 
-def _with_columns(weight: Any) -> Any:
-    weight._columnwise_data = weight._rowwise_data
-    return weight
-
-
-def test_what_cannot_be_trained_is_named(ranks: RankPool) -> None:
-    ranks.run(1, _problems)
-
-
 @with_mocks
-def _separates() -> None:
+@on_ranks(1)
+def test_keys() -> None:
     """Tensors that may not be in one batch have different keys."""
     made = [te.Linear(32, 64, quantizer()).weight for quantizer in FORMATS.values()]
     made.append(te.Linear(32, 64, te.Float8CurrentScalingQuantizer(), torch.bfloat16).weight)
@@ -447,10 +433,6 @@ def _separates() -> None:
     assert len({storage_of(weight).key for weight in made}) == len(made)  # type: ignore[union-attr]
     same = [te.Linear(32, 64, te.Float8CurrentScalingQuantizer()).weight for _ in range(2)]
     assert storage_of(same[0]) == storage_of(same[1])
-
-
-def test_keys(ranks: RankPool) -> None:
-    ranks.run(1, _separates)
 
 
 # Copies of plain weights ---------------------------------------------------------------------------------------------
@@ -498,7 +480,8 @@ def test_copies_of_weights_are_made_again_in_backward(ranks: RankPool, strategy:
 
 
 @with_mocks
-def _named() -> None:
+@on_ranks(1)
+def test_layers_that_keep_copies_are_named() -> None:
     layers = [
         te.CastingLinear(4, 4),
         te.OlderCastingLinear(4, 4),
@@ -506,7 +489,3 @@ def _named() -> None:
         nn.Linear(4, 4),
     ]
     assert drop_copies_after_forward(layers) == layers[1:2]
-
-
-def test_layers_that_keep_copies_are_named(ranks: RankPool) -> None:
-    ranks.run(1, _named)

@@ -153,10 +153,11 @@ class AtomicSaveMixin:
             before = _earlier_sums(folder)
             # A crash must leave valid checksums. Until .metadata is replaced they must match the earlier checkpoint,
             # afterwards the new one, so in between they list both.
-            good = before or Checksums(metadata=_unlisted_metadata(folder))
+            path = folder / METADATA
+            good = before or Checksums(metadata=[crc32_of(path)] if path.is_file() else [])
             Checksums({**good.files, **sums.files}, [*good.metadata, *sums.metadata]).save(folder)
             try:
-                write_file(folder / METADATA, data)
+                write_file(path, data)
             except BaseException:
                 _restore_sums(folder, before)
                 raise
@@ -249,11 +250,6 @@ def _earlier_sums(folder: Path) -> Checksums | None:
         return Checksums.load(folder)
     except DamagedCheckpoint:
         return None
-
-
-def _unlisted_metadata(folder: Path) -> list[str]:
-    """Compute the checksum of the existing ``.metadata``, for a checkpoint that came without checksums."""
-    return [crc32_of(folder / METADATA)] if (folder / METADATA).is_file() else []
 
 
 def _restore_sums(folder: Path, before: Checksums | None) -> None:

@@ -50,10 +50,14 @@ def from_rank_0(look: Callable[[], T]) -> T:
     Raises:
         OSError: Rank 0 cannot look.
     """
-    found, problem = gather_from_ranks(_tried(look))[0]
+    rank, count = rank_and_world_size()
+    found = [(None, "") if rank else _tried(look)]
+    if count > 1:
+        dist.broadcast_object_list(found, src=0)
+    value, problem = found[0]
     if problem:
         raise OSError(problem)
-    return cast("T", found)
+    return cast("T", value)
 
 
 def _tried(work: Callable[[], T]) -> tuple[T | None, str]:

@@ -5,7 +5,8 @@ parameter, sometimes part of a row, sometimes nothing; :class:`RaggedShard` desc
 a DTensor's spec, so every tensor derived from it (a copy, optimizer state) has the same layout, in any dtype. The idea
 is that of veScale's ``RaggedShard`` (arXiv:2602.22437).
 
-``DTensorSpec``, ``TensorMeta`` and ``_StridedShard`` are private in torch and may change between versions.
+``DTensorSpec``, ``TensorMeta``, ``_StridedShard`` and ``make_contiguous_strides_for`` are private in torch and may
+change between versions.
 """
 
 import functools
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch._prims_common import make_contiguous_strides_for
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,6 +26,9 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from megatron.fsdp.sharding.layout import Box, Layout, boxes
+
+# Strides of a contiguous tensor, in elements, by its shape.
+contiguous_stride = functools.cache(make_contiguous_strides_for)
 
 
 class _OwnPlacement(Placement):
@@ -289,15 +294,6 @@ def narrowed_spec(spec: DTensorSpec, start: int, stop: int, shape: tuple[int, ..
             placements.append(placement)
     meta = TensorMeta(torch.Size(shape), contiguous_stride(shape), spec.tensor_meta.dtype)
     return DTensorSpec(spec.mesh, tuple(placements), tensor_meta=meta)
-
-
-@functools.cache
-def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor, in elements."""
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.append(strides[-1] * max(size, 1))
-    return tuple(reversed(strides))[: len(shape)] if shape else ()
 
 
 def is_replicated(placements: Sequence[Placement]) -> bool:

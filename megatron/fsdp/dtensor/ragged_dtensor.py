@@ -55,6 +55,7 @@ from megatron.fsdp.dtensor.unsupported import (
     refuse_reads,
     refuse_tracing,
 )
+from megatron.fsdp.helpers.schemas import written, written_values
 
 
 def has_ragged(*values: Any) -> bool:
@@ -313,7 +314,7 @@ _ALIASES = (aten.alias.default, aten.detach.default)
 
 
 def _dispatch(func: Any, args: tuple, kwargs: dict) -> Any:
-    written = _targets(func, args, kwargs) if func._schema.is_mutable else []
+    written = written_values(func, args, kwargs) if func._schema.is_mutable else []
     tensors = [each for each in tree_flatten(written)[0] if isinstance(each, RaggedDTensor)]
     if any(is_on_host(each.device) for each in tensors):
         finish_host_reads()
@@ -328,22 +329,10 @@ def _dispatch(func: Any, args: tuple, kwargs: dict) -> Any:
     return None if result is None else tuple(written) if isinstance(result, tuple) else written[0]
 
 
-@functools.cache
-def _written(func: Any) -> list[tuple[int, str]]:
-    """Position and name of the arguments that an operation writes."""
-    arguments = enumerate(func._schema.arguments)
-    return [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
-
-
-def _targets(func: Any, args: tuple, kwargs: dict) -> list[Any]:
-    """The arguments that an operation writes."""
-    return [args[i] if i < len(args) else kwargs.get(name) for i, name in _written(func)]
-
-
 def _run(func: Any, args: tuple, kwargs: dict) -> Any:
     name = func._schema.name
     # Arguments that are written and given by name: out=.
-    if kwargs and any(n in kwargs for _, n in _written(func)) and not _writes_shards(func, args, kwargs):
+    if kwargs and any(n in kwargs for _, n in written(func)) and not _writes_shards(func, args, kwargs):
         return _on_full(func, args, kwargs)
     handler = _HANDLERS.get(name)
     if handler is not None:
@@ -370,7 +359,7 @@ def _run(func: Any, args: tuple, kwargs: dict) -> Any:
 
 def _writes_shards(func: Any, args: tuple, kwargs: dict) -> bool:
     """Whether ``out=`` takes sharded tensors, into which an element-wise operation writes shards."""
-    targets = _targets(func, args, kwargs)
+    targets = written_values(func, args, kwargs)
     if not any(isinstance(each, RaggedDTensor) for each in targets):
         return False
     lead = _leading(tree_flatten((args, kwargs))[0])
@@ -383,7 +372,7 @@ def _on_full(func: Any, args: tuple, kwargs: dict) -> Any:
     """Compute with full tensors: the result is replicated, or plain if plain tensors are among the arguments."""
     flat, tree = tree_flatten((args, kwargs))
     # Full tensors are gathered for the call: what is written to them, or a shape that changes in place, would be lost.
-    targets = [each for each in _targets(func, args, kwargs) if isinstance(each, DTensor)]
+    targets = [each for each in written_values(func, args, kwargs) if isinstance(each, DTensor)]
     if torch.Tag.inplace_view in func.tags or any(is_sharded(each) or in_graph(flat) for each in targets):
         raise Unsupported(func, "it would change a tensor that is made for it")
     require_no_graph(func, flat)
@@ -447,10 +436,10 @@ def _elementwise(func: Any, args: tuple, kwargs: dict) -> Any:
     flat, tree = tree_flatten((args, kwargs))
     in_place = func._schema.is_mutable
     # A plain tensor that is changed in place needs all elements, for instance an average of weights.
-    if in_place and not isinstance(_targets(func, args, kwargs)[0], DTensor):
+    if in_place and not isinstance(written_values(func, args, kwargs)[0], DTensor):
         return _on_full(func, args, kwargs)
     # A full tensor on every rank stays so if it is changed by a sharded one.
-    lead = _targets(func, args, kwargs)[0] if in_place else _leading(flat)
+    lead = written_values(func, args, kwargs)[0] if in_place else _leading(flat)
     plain = [value for value in flat if isinstance(value, torch.Tensor) and not isinstance(value, DTensor)]
     if not is_sharded(lead) and any(value.dim() > lead.dim() for value in plain):
         return _on_full(func, args, kwargs)
@@ -477,7 +466,7 @@ def _on_lists(func: Any, args: tuple, kwargs: dict) -> Any:
         if func._schema.is_mutable and any(sharded) and in_graph(values):
             raise Unsupported(func, _ONLY_ALIKE)
         require_no_graph(func, values)
-    targets = [each for each in _targets(func, args, kwargs) if isinstance(each, (list, tuple))]
+    targets = [each for each in written_values(func, args, kwargs) if isinstance(each, (list, tuple))]
     for value, lead in (pair for each in targets for pair in zip(each, leading, strict=False)):
         if is_sharded(lead) and value.dim() and not (isinstance(value, DTensor) and same_layout(value, lead)):
             raise Unsupported(func, "it writes a tensor that is sharded differently")

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from megatron.fsdp.helpers.arguments import described
 from megatron.fsdp.helpers.patches import TORCH, Patch, Patches
+from megatron.fsdp.helpers.schemas import written_values
 
 # Key in a module's __dict__ for the recipes of its direct parameters and buffers, by name.
 _RECIPES = "_fsdp_recipes"
@@ -369,7 +370,7 @@ class _TapeRecorder(TorchDispatchMode):
         for tensor in _on_meta((args, kwargs)):
             tape.register(tensor)  # without writes, which marks a tensor from elsewhere as unknown
         result = func(*args, **kwargs)
-        changed = {_MetaView.of(tensor).storage for tensor in _on_meta(self._changed(func, args, kwargs))}
+        changed = {_MetaView.of(tensor).storage for tensor in _on_meta(written_values(func, args, kwargs))}
         written = changed | {_MetaView.of(tensor).storage for tensor in _on_meta(result) if tape.register(tensor)}
         for storage in written:
             tape.writes[storage].append(len(tape.operations))
@@ -377,16 +378,6 @@ class _TapeRecorder(TorchDispatchMode):
             results = tuple(_recorded(value) for value in tree_flatten(result)[0])
             tape.operations.append(_Operation(func, arguments, results, self._context_of()))
         return result
-
-    @staticmethod
-    def _changed(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
-        """The arguments that the operator writes to."""
-        found: list[Any] = []
-        for i, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                value = args[i] if i < len(args) else kwargs.get(argument.name)
-                found += value if isinstance(value, (list, tuple)) else [value]
-        return [value for value in found if isinstance(value, torch.Tensor)]
 
 
 # Functions of torch.nn.init that return early for a meta tensor, so that no operation reaches the dispatcher.

@@ -10,11 +10,12 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 
 from megatron.fsdp.checkpoint.checksums import METADATA
+from megatron.fsdp.checkpoint.coordination import from_rank_0
 from megatron.fsdp.checkpoint.loading import load_objects
 from megatron.fsdp.checkpoint.newest import folder_of, iterations_in, newest_complete
 from megatron.fsdp.checkpoint.reader import COMMON, FORMAT_FILE, RELEASE, TRACKER, common_state
@@ -22,7 +23,6 @@ from megatron.fsdp.checkpoint.storage import as_path
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 
 # Environment variable: 0 to load without reading all files twice.
 VERIFY = "MEGATRON_FSDP_VERIFY_CHECKPOINT"
@@ -161,7 +161,7 @@ def _giving(folder: Path) -> Iterator[None]:
 
 def _is_checkpoint(folder: Path) -> bool:
     """Whether a folder is a checkpoint itself."""
-    return _of_first_rank((folder / METADATA).is_file())
+    return from_rank_0((folder / METADATA).is_file)
 
 
 def _iteration_in(folder: Path) -> int:
@@ -173,7 +173,7 @@ def _iteration_in(folder: Path) -> int:
 
 def _require_usable(folder: Path) -> None:
     """Raise RuntimeError if a folder without a usable checkpoint has files of one. A collective."""
-    if problem := _of_first_rank(_unusable(folder)):
+    if problem := from_rank_0(lambda: _unusable(folder)):
         raise RuntimeError(f"{folder}: {problem}")
 
 
@@ -229,16 +229,8 @@ def uses_fsdp_dtensor(args: Any) -> bool:
     return args is not None and bool(args.use_megatron_fsdp) and args.ckpt_format == "fsdp_dtensor"
 
 
-def _of_first_rank(value: T) -> T:
-    """The first rank's value: a shared file system may show a new file to some machines before others."""
-    values = [value]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.broadcast_object_list(values, src=0)
-    return values[0]
-
-
 def _has_tracker(folder: Path) -> bool:
-    return _of_first_rank((folder / TRACKER).is_file())
+    return from_rank_0((folder / TRACKER).is_file)
 
 
 def _completed(folder: Path) -> list[Path]:
@@ -255,7 +247,7 @@ def _untracked(folder: Path) -> int | None:
     Raises:
         RuntimeError: There are checkpoints, but none of them can be chosen without a tracker file.
     """
-    completed = _of_first_rank(_completed(folder))
+    completed = from_rank_0(lambda: _completed(folder))
     if not completed:
         return None
     found = _newest(folder, None)

@@ -118,14 +118,11 @@ def _train(strategy: str | None, model: dict[str, Any], **changes: Any) -> Any:
     return result
 
 
-def _compare(strategy: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads_params"])
+def test_trains_as_megatrons_ddp(strategy: str) -> None:
     with mm.megatron():
         mm.assert_same(_train(strategy, {}), _train(None, {}), atol=1e-6, norms=1e-5)
-
-
-@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads_params"])
-def test_trains_as_megatrons_ddp(ranks: RankPool, strategy: str) -> None:
-    ranks.run(2, _compare, strategy)
 
 
 @on_ranks(4)

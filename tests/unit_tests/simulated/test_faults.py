@@ -27,7 +27,7 @@ from megatron.fsdp.runtime.engine import Engine
 from megatron.fsdp.runtime.unit import Unit, WeightState
 from tests.models import TinyModel, batches, loss_of
 from tests.ranks import DEVICE as REAL_DEVICE
-from tests.ranks import RankPool, on_ranks
+from tests.ranks import on_ranks
 from tests.simulated.device import DEVICE, SimulatedDevice, simulated_device
 from tests.simulated.faults import (
     Ended,
@@ -361,17 +361,14 @@ def find(plant: Plant, program: Callable[[SimulatedDevice], None], report: tuple
         return sim.races
 
 
-def _find(what: str) -> None:
+@on_ranks(1)
+@pytest.mark.parametrize("what", FAULTS)
+def test_races_are_found(what: str) -> None:
     fault = FAULTS[what]
     races = find(fault.plant, lambda sim: _train(sim, fault.settings), fault.report)
     if what == "unshard is not waited for":
         # Seen through a parameter that is a view of the flat buffer: blocks start at multiples of 512 bytes.
         assert any(race.memory.start % 512 for race in races)
-
-
-@pytest.mark.parametrize("what", FAULTS)
-def test_races_are_found(ranks: RankPool, what: str) -> None:
-    ranks.run(1, _find, what)
 
 
 # Mistakes that something else shows, or that need something special ------------------------------------------------

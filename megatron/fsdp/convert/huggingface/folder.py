@@ -141,7 +141,8 @@ def export(
     tensors, shards = plan.tensors, divide(plan.tensors, largest_file)
     mine = [name for number, name in enumerate(shards) if number % options.processes == options.process]
     companion = "|".join(fnmatch.translate(pattern) for pattern in _COMPANIONS)
-    content = {file: [_signature(name, tensors[name]) for name in names] for file, names in shards.items()}
+    facts = {name: f"{name} {tensor.shape} {tensor.dtype}" for name, tensor in tensors.items()}
+    content = {file: [facts[name] for name in names] for file, names in shards.items()}
     staging = Staging(path, options.process, [plan.source, content], rf"{companion}|{_OWN}")
     if (options.process and not mine) or not staging.begin():
         return
@@ -183,10 +184,6 @@ def divide(tensors: Mapping[str, LazyTensor], largest: int) -> dict[str, list[st
     if len(groups) == 1:
         return {SINGLE: groups[0]}
     return {f"model-{i + 1:05}-of-{len(groups):05}.safetensors": names for i, names in enumerate(groups)}
-
-
-def _signature(name: str, tensor: LazyTensor) -> str:
-    return f"{name} {tensor.shape} {tensor.dtype}"
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:

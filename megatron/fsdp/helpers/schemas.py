@@ -1,0 +1,16 @@
+"""What the schema of an operation of torch says about its arguments."""
+
+import functools
+from typing import Any
+
+
+@functools.cache
+def written(func: Any) -> list[tuple[int, str]]:
+    """Position and name of the arguments that an operation writes."""
+    arguments = enumerate(func._schema.arguments)
+    return [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
+
+
+def written_values(func: Any, args: tuple, kwargs: dict) -> list[Any]:
+    """The values of these arguments, tensors or lists of them."""
+    return [args[i] if i < len(args) else kwargs.get(name) for i, name in written(func)]
