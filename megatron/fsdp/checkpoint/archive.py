@@ -145,10 +145,9 @@ def memory(tensor: torch.Tensor) -> memoryview:
     """
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise ValueError(f"expected a contiguous tensor on the CPU; got {tensor.stride()} on {tensor.device}.")
-    size = tensor.numel() * tensor.itemsize
-    if not size:
+    if not tensor.nbytes:
         return memoryview(b"")
-    found = (ctypes.c_char * size).from_address(tensor.data_ptr())
+    found = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
     vars(found)["tensor"] = tensor
     return memoryview(found).cast("B")
 

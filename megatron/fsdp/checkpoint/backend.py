@@ -153,11 +153,10 @@ class AtomicSaveMixin:
             before = _earlier_sums(folder)
             # A crash must leave valid checksums. Until .metadata is replaced they must match the earlier checkpoint,
             # afterwards the new one, so in between they list both.
-            path = folder / METADATA
-            good = before or Checksums(metadata=[crc32_of(path)] if path.is_file() else [])
+            good = before or Checksums(metadata=[crc32_of(folder / METADATA)] if (folder / METADATA).is_file() else [])
             Checksums({**good.files, **sums.files}, [*good.metadata, *sums.metadata]).save(folder)
             try:
-                write_file(path, data)
+                write_file(folder / METADATA, data)
             except BaseException:
                 _restore_sums(folder, before)
                 raise

@@ -50,9 +50,8 @@ def from_rank_0(look: Callable[[], T]) -> T:
     Raises:
         OSError: Rank 0 cannot look.
     """
-    rank, count = rank_and_world_size()
-    found = [(None, "") if rank else _tried(look)]
-    if count > 1:
+    found = [(None, "") if rank_and_world_size()[0] else _tried(look)]
+    if dist.is_initialized():
         dist.broadcast_object_list(found, src=0)
     value, problem = found[0]
     if problem:

@@ -44,6 +44,7 @@ from megatron.fsdp.dtensor.placements import (
     spec_like,
 )
 from megatron.fsdp.dtensor.reductions import NeedsFullTensor, call, in_graph, norms, reduce_tensor, require_no_graph
+from megatron.fsdp.dtensor.schemas import written, written_values
 from megatron.fsdp.dtensor.unsupported import (
     NO_COPY,
     NO_MEMORY,
@@ -55,7 +56,6 @@ from megatron.fsdp.dtensor.unsupported import (
     refuse_reads,
     refuse_tracing,
 )
-from megatron.fsdp.helpers.schemas import written, written_values
 
 
 def has_ragged(*values: Any) -> bool:

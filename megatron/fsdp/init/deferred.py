@@ -23,9 +23,9 @@ from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+from megatron.fsdp.dtensor.schemas import written_values
 from megatron.fsdp.helpers.arguments import described
 from megatron.fsdp.helpers.patches import TORCH, Patch, Patches
-from megatron.fsdp.helpers.schemas import written_values
 
 # Key in a module's __dict__ for the recipes of its direct parameters and buffers, by name.
 _RECIPES = "_fsdp_recipes"

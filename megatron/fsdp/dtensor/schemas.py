@@ -1,4 +1,4 @@
-"""What the schema of an operation of torch says about its arguments."""
+"""The arguments that an operation of torch writes, by its schema."""
 
 import functools
 from typing import Any
@@ -12,5 +12,5 @@ def written(func: Any) -> list[tuple[int, str]]:
 
 
 def written_values(func: Any, args: tuple, kwargs: dict) -> list[Any]:
-    """The values of these arguments, tensors or lists of them."""
+    """The values of the arguments that an operation writes: tensors, or lists of them."""
     return [args[i] if i < len(args) else kwargs.get(name) for i, name in written(func)]
