@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
+from torch.distributed._composable import replicate
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -422,9 +423,15 @@ def test_states_and_exceptions() -> None:
     fsdp2.fully_shard(model)
     states = [fsdp2.fully_shard.state(module) for module in (model, model.blocks[0], model.norm)]
     assert None not in states[:2] and states[0] is not states[1] and states[2] is None
-    with pytest.raises(AssertionError, match="fully_shard was called"):
+    with pytest.raises(AssertionError, match="distributed API can only be applied to a module once."):
         fsdp2.fully_shard(model)
-    with pytest.raises(AssertionError, match="cannot be copied"):
+    with pytest.raises(ValueError, match="^fully_shard does not support containers that do not implement forward"):
+        fsdp2.fully_shard(nn.ModuleList(TinyModel().blocks))
+    part = TinyModel().to(device())
+    fsdp2.fully_shard(part.blocks[0])
+    with pytest.raises(NotImplementedError, match=r"In place of replicate\(\) or DDP around it, .* replicated_params"):
+        replicate(part)(batches(1, 1)[0][0])
+    with pytest.raises(AssertionError, match="^FSDP does not support deepcopy. A sharded model cannot be copied"):
         copy.deepcopy(model)
     with pytest.raises(ValueError, match="expected a divisor of the 1 ranks of dp_shard_dim; got 2"):
         fully_shard_model(TinyModel(), reshard_after_forward=2)

@@ -27,7 +27,10 @@ _HOOKS = (
 _REMEDIES = {
     "t mm addmm bmm mv linear convolution embedding _embedding_bag native_layer_norm native_group_norm": _CALL,
     "native_batch_norm _fused_rms_norm _native_multi_head_attention": _CALL,
-    "view _unsafe_view permute transpose expand unsqueeze": f"shards have other shapes. {_GATHER} {BEFORE} {_HOOKS}",
+    "view _unsafe_view permute transpose expand unsqueeze": (
+        f"shards have other shapes. {_GATHER} {BEFORE} {_HOOKS} In place of replicate() or DDP around it, shard the "
+        "whole model with replicated_params."
+    ),
     "select slice index index_put_ gather scatter_ unbind narrow": f"{_GATHER} To write, p.copy_(full tensor).",
     "eye t_ triu tril linalg_qr": "initialize a plain tensor of its shape, equal on all ranks, and p.copy_(that).",
     "cat stack": "join the full tensors, from p.full_tensor(), or the shards, from p.to_local().flatten().",

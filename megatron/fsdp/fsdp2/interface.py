@@ -193,7 +193,7 @@ class FSDPModule(MarkedModule):
         return original(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict) -> NoReturn:
-        raise NotCopied(NO_COPY)
+        raise NotCopied(f"FSDP does not support deepcopy. {NO_COPY}")
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise NotImplementedError(NO_PICKLE)
@@ -540,9 +540,15 @@ def _check_reshard_after_forward(value: bool | int | None, ranks: int) -> None:
 
 def _check_module(module: nn.Module, placement: Callable[[nn.Parameter], object] | None) -> None:
     if isinstance(module, FSDPModule):
-        raise MarkedTwice(f"fully_shard was called on this {type(module).__name__} before. Call it once per module.")
+        raise MarkedTwice(
+            f"fully_shard was called on this {type(module).__name__} before. Each distinct composable distributed API "
+            "can only be applied to a module once."  # in torch's words, which tests look for
+        )
     if not isinstance(module, nn.Module) or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-        raise ValueError(f"fully_shard: expected a module that has a forward; got {type(module).__name__}.")
+        raise ValueError(
+            f"fully_shard does not support containers that do not implement forward: expected a module that has one; "
+            f"got {type(module).__name__}."
+        )
     if placement is None:
         return
     for owner in module.modules():
