@@ -26,6 +26,7 @@ from megatron.fsdp.forward_methods import register_forward_method
 from megatron.fsdp.init.deferred import deferred_init
 from megatron.fsdp.model_units import unit_classes
 from megatron.fsdp.optim.classes import register_optimizer
+from megatron.fsdp.runtime.partition import Outermost
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
 from megatron.fsdp.state.export import save_safetensors
 from megatron.fsdp.version import __version__
@@ -36,6 +37,7 @@ __all__ = [
     "FSDPDistributedIndex",
     "MegatronFSDP",
     "MixedPrecisionPolicy",
+    "Outermost",
     "__version__",
     "deferred_init",
     "fully_shard",

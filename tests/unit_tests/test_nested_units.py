@@ -4,10 +4,12 @@ import copy
 import logging
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
-from megatron_fsdp import fully_shard_model
-from tests.models import device, logged
-from tests.ranks import RankPool, on_ranks
+from megatron_fsdp import Outermost, fully_shard_model
+from tests.models import assert_same_training, batches, device, logged
+from tests.ranks import RankPool
 from tests.training_models import Gate, Levels, Middle, Outer
 
 _PARTS = ["", ".inner.0", ".inner.0.gate", ".inner.1", ".inner.1.gate"]
@@ -29,8 +31,33 @@ def test_the_innermost_unit_owns() -> None:
     assert [child.name for child in root.children[0].children] == ["outer.0.inner.0", "outer.0.inner.1"]
 
 
-@on_ranks(2)
-def test_a_unit_with_units_inside_runs_by_itself() -> None:
+_PARTS = ["", ".inner.0", ".inner.0.gate", ".inner.1", ".inner.1.gate"]
+
+
+def test_the_innermost_unit_owns(ranks: RankPool) -> None:
+    ranks.run(2, _owners)
+
+
+def _outermost() -> None:
+    """A class that is inside others and alone is a unit where it is alone, which leaving it out would not give."""
+    torch.manual_seed(1)
+    model = nn.Sequential(Levels(), Middle(31)).to(device())
+    for fine in (False, True):
+        for name in (Middle, "Middle"):
+            kinds = Outermost([Outer, name, Gate])
+            sharded = fully_shard_model(
+                copy.deepcopy(model), fsdp_unit_modules=kinds, enable_fine_grained_param_gather=fine
+            )
+            coarse = {"", "0.outer.0", "0.outer.1", "1"}
+            assert (set(sharded.engine.unit_names) > coarse) if fine else (set(sharded.engine.unit_names) == coarse)
+    assert_same_training(model, batches(2, dist.get_world_size()), fsdp_unit_modules=kinds)
+
+
+def test_the_outermost_unit_owns_if_asked(ranks: RankPool) -> None:
+    ranks.run(2, _outermost)
+
+
+def _alone() -> None:
     torch.manual_seed(1)
     plain = Levels().to(device())
     sharded = fully_shard_model(copy.deepcopy(plain), fsdp_unit_modules=[Outer, Middle, Gate])
@@ -51,5 +78,5 @@ def _log() -> list[list[str]]:
 def test_nesting_is_logged_once(ranks: RankPool) -> None:
     (first, alone, fine), other = ranks.run(2, _log)
     assert len(first) == 1 and "8 units are inside other units, such as outer.0.inner.0 in outer.0." in first[0]
-    assert first[0].endswith("to the outermost. For that, leave Gate, Middle out of fsdp_unit_modules.")
+    assert first[0].endswith("to the outermost. For that, fsdp_unit_modules=megatron.fsdp.Outermost([...]).")
     assert not alone and not fine and not any(other)

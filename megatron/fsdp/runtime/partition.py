@@ -52,6 +52,15 @@ UnitClasses = Sequence[type[nn.Module] | nn.Module | str] | type[nn.Module] | nn
 UnitChoice = tuple[type[nn.Module] | nn.Module, ...]
 
 
+class Outermost(tuple[Any, ...]):
+    """Classes and modules, as ``fsdp_unit_modules``, whose units do not nest: the outermost one owns all inside.
+
+    Megatron-Core's own FSDP divides a model so. In a plain list, a parameter belongs to the innermost unit.
+
+        fully_shard(model, optimizer, fsdp_unit_modules=Outermost([Block, Attention]))
+    """
+
+
 @dataclass
 class UnitPart:
     """The plan of a unit: its module, its own parameters, and the units inside it.
@@ -133,7 +142,8 @@ def resolve_unit_classes(module: nn.Module, unit_modules: UnitClasses | None) ->
                 f"fsdp_unit_modules: a {type(entry).__name__} is not in the model. Give modules that its modules() "
                 "yields, not copies, or their class."
             )
-    return tuple(entry if isinstance(entry, nn.Module) else _resolve(entry, kinds) for entry in entries)
+    kind = Outermost if isinstance(unit_modules, Outermost) else tuple
+    return kind(entry if isinstance(entry, nn.Module) else _resolve(entry, kinds) for entry in entries)
 
 
 def is_chosen(module: nn.Module, units: UnitChoice) -> bool:
@@ -483,14 +493,12 @@ def log_nested_units(root: UnitPart) -> None:
     nested = [(outer, inner) for outer in root.walk() if outer is not root for inner in outer.children]
     if nested:
         outer, inner = nested[0]
-        kinds = ", ".join(sorted({type(inner.module).__name__ for _, inner in nested}))
         logger.info(
             "FSDP: %d units are inside other units, such as %s in %s. A parameter belongs to the innermost one; with "
-            "Megatron-Core's own FSDP, to the outermost. For that, leave %s out of fsdp_unit_modules.",
+            "Megatron-Core's own FSDP, to the outermost. For that, fsdp_unit_modules=megatron.fsdp.Outermost([...]).",
             len(nested),
             inner.name,
             outer.name,
-            kinds,
         )
 
 
@@ -503,10 +511,11 @@ def _is_unit(module: nn.Module, path: tuple[UnitPart, ...], units: UnitChoice, e
     compiled = compiled_module(module)
     if compiled_module(path[-1].module) is module:
         return False  # torch.compile's wrapper around it is the unit already
+    inside_unit = len(path) > 1
     if is_chosen(module, units) or (compiled is not None and is_chosen(compiled, units)):
-        return True
+        return not (inside_unit and isinstance(units, Outermost))
     # torch's attention does not call its output layer, but reads the weights.
-    inside_unit, is_read = len(path) > 1, isinstance(module, NonDynamicallyQuantizableLinear)
+    is_read = isinstance(module, NonDynamicallyQuantizableLinear)
     return every_module and inside_unit and not is_read and bool(module._parameters) and _has_forward(module)
 
 
