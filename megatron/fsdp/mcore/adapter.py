@@ -138,6 +138,8 @@ class FullyShardedDataParallel(_BaseDataParallel):
         disable_bucketing: No effect: a unit is one bucket per dtype.
         device: Device of the computation. None: the current CUDA device, or the CPU if there is none.
         pg_collection: Process groups. None: those of ``megatron.core.parallel_state``.
+        engine_settings: Fields of :class:`FSDPConfig` that Megatron has no setting for, such as
+            ``reshard_after_forward`` and ``ignored_params``.
 
     Raises:
         ValueError: Settings contradict each other.
@@ -153,7 +155,10 @@ class FullyShardedDataParallel(_BaseDataParallel):
         disable_bucketing: bool = False,
         device: torch.device | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        **engine_settings: Any,
     ) -> None:
+        if engine_settings.get("replicated_params"):
+            raise NotImplementedError("replicated_params: Megatron's norm of gradients would count them on every rank.")
         settings = Settings(ddp_config, config)
         check(settings)
         adjust(settings)
@@ -174,7 +179,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
             index,
             fsdp_unit_modules=units,
             device=device,
-            config=fsdp_config(config, ddp_config, largest_unit(module, units)),
+            config=fsdp_config(config, ddp_config, largest_unit(module, units), **engine_settings),
         )
         super().__init__(config=config, module=sharded)
         if config.init_model_with_meta_device:
@@ -420,19 +425,22 @@ def largest_unit(module: nn.Module, units: UnitClasses) -> int:
     return max(sizes, default=0)
 
 
-def fsdp_config(config: TransformerConfig, ddp_config: DistributedDataParallelConfig, unit_size: int = 0) -> FSDPConfig:
+def fsdp_config(
+    config: TransformerConfig, ddp_config: DistributedDataParallelConfig, unit_size: int = 0, **given: Any
+) -> FSDPConfig:
     """Translate Megatron's settings to the engine's.
 
     Args:
         config: The model's settings.
         ddp_config: Settings of data parallelism.
         unit_size: The number of parameters of the largest unit; 0 if there is none.
+        given: Fields of :class:`FSDPConfig` that have these values.
     """
     # Megatron's training loop finishes gradients once per step, not after each backward, and its optimizer reads the
     # gradient of every trainable parameter. MXFP8 weights (fp8_param_gather) need no
     # enable_fine_grained_param_gather, which Megatron-Core's FSDP sets for them: a unit's pass gathers only the bytes
     # that it reads, by rows in forward and by columns in backward.
-    settings: dict[str, bool] = {"sync_model_each_microbatch": False, "zero_unused_gradients": True}
+    settings = {**given, "sync_model_each_microbatch": False, "zero_unused_gradients": True}
     if getattr(ddp_config, FLAGS["offload_optimizer"], False):
         settings["use_decoupled_grad"] = True  # see megatron.fsdp.mcore.offload
     found = from_megatron(ddp_config, config, **settings)

@@ -138,3 +138,35 @@ def test_adapters_are_saved_alone_and_merged(ranks: RankPool, tmp_path: Path) ->
     ranks.run(2, _saves, tmp_path)
     ranks.run(1, _merges, tmp_path, 1)
     ranks.run(4, _merges, tmp_path, 2)
+
+
+def _frozen_positions(config: Any) -> torch.nn.Module:
+    model = mm.gpt(config)
+    model.embedding.position_embeddings.weight.requires_grad_(False)
+    return model
+
+
+def _engine_settings() -> None:
+    with mm.megatron():
+        expected = mm.train(None, 2, build=_frozen_positions)
+        config = mm.transformer_config(finalize_model_grads_func=mm.finalize)
+        module = _frozen_positions(config)
+        left = module.embedding.position_embeddings.weight
+        model = mm.FullyShardedDataParallel(
+            config, mm.ddp_config(), module, reshard_after_forward=2, ignored_params=[left]
+        )
+        found = mm.run_steps(model, mm.optimizer_of(model), 2)
+        assert found.losses == pytest.approx(expected.losses, rel=1e-6)
+        assert found.norms == pytest.approx(expected.norms, rel=1e-6)
+        params = {param.name: param for param in model.module.engine.params()}
+        assert "embedding.position_embeddings.weight" not in params
+        assert module.embedding.position_embeddings.weight is left
+        assert model.module.fsdp_config.reshard_after_forward == 2
+        with pytest.raises(TypeError, match="reshard_after_backward"):
+            mm.FullyShardedDataParallel(config, mm.ddp_config(), mm.gpt(config), reshard_after_backward=True)
+        with pytest.raises(NotImplementedError, match="^replicated_params: Megatron's norm"):
+            mm.FullyShardedDataParallel(config, mm.ddp_config(), mm.gpt(config), replicated_params=[left])
+
+
+def test_settings_that_megatron_has_no_flag_for(ranks: RankPool) -> None:
+    ranks.run(4, _engine_settings)
