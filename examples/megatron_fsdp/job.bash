@@ -1,13 +1,9 @@
-# shellcheck shell=bash disable=SC2153,SC2154 # the scripts that source this file set the variables
+# shellcheck shell=bash disable=SC2016,SC2054,SC2153,SC2154 # scripts that source this set variables; nodes expand START
 # The end of every launch script: checks, submits to Slurm, runs, stops in time, resumes. Sourced with the arguments.
-#
 # NAME of the job, LOGS and SAVE (folders of logs and checkpoints; SAVE may be empty), NODES, GPUS (processes per node), PYTHON,
 # SCRIPT, ENTRY (how Python starts it), ARGUMENTS, PROFILER (before Python), FILES (must exist), THEN (runs at the end),
 # RENDEZVOUS (torchrun's, without Slurm) or SBATCH (options) with CONTAINER (options of srun).
-if [[ -n ${DRY_RUN:-} ]]; then
-  printf '%s\n' "$((NODES * GPUS))" "$SCRIPT" "${ARGUMENTS[@]}"
-  exit
-fi
+[[ -z ${DRY_RUN:-} ]] || { printf '%s\n' "$((NODES * GPUS))" "$SCRIPT" "${ARGUMENTS[@]}" && exit; }
 [[ ${CONTAINER_IMAGE:-} != /* ]] || FILES+=("$CONTAINER_IMAGE") # others are in a registry
 for FILE in "$SCRIPT" "${FILES[@]}"; do
   [[ -e $FILE ]] || { echo "$NAME: expected $FILE; it does not exist" >&2 && exit 2; }
@@ -21,6 +17,13 @@ if [[ ${#RENDEZVOUS[@]} == 0 && -z ${SLURM_JOB_ID:-} ]]; then
     --signal "TERM@$GRACE" --open-mode append --output "$LOGS/%j.log" --export ALL "${SBATCH[@]}" "${BASH_SOURCE[1]}" "$@"
 fi
 
+if [[ -n ${SLURM_JOB_ID:-} ]]; then # Megatron saves and stops by itself before the signal, less a minute for its start
+  END=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/.*EndTime=\([0-9][^ ]*\).*/\1/p' || :) # empty: there is no limit
+  MINUTES=$((($(date -d "${END:-1 year}" +%s) - $(date +%s) - GRACE) / 60 - 1))
+  ((MINUTES > 0)) || { echo "$NAME: expected a time limit 2 minutes above GRACE=$GRACE s; got an end at $END" >&2 && exit 2; }
+  [[ " ${ARGUMENTS[*]}" =~ .*" --exit-duration-in-mins"[=\ ]([0-9]+) && ${BASH_REMATCH[1]} -lt $MINUTES ]] ||
+    [[ " ${ARGUMENTS[*]} " != *" --exit-signal-handler "* ]] || ARGUMENTS+=(--exit-duration-in-mins "$MINUTES")
+fi
 ON=() ONCE=()
 if [[ ${#RENDEZVOUS[@]} == 0 ]]; then
   ON=(srun --label --kill-on-bad-exit=1 "${CONTAINER[@]}") ONCE=(srun --nodes 1 --ntasks 1 "${CONTAINER[@]}")
@@ -33,18 +36,15 @@ fi
 # processes, so torchrun ignores it, and only ranks stop: that works with any version. A rank ignores it as well until its
 # handler exists, so a process on each node leaves a file then, which the handler looks for.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=$GRACE
-# shellcheck disable=SC2016 # expanded on each node
 START='export MEGATRON_FSDP_STOP_FILE=$(mktemp -u)
 (trap ": >$MEGATRON_FSDP_STOP_FILE" TERM; while kill -0 $$; do sleep 1; done; rm -f "$MEGATRON_FSDP_STOP_FILE") &>/dev/null &
 trap "" TERM; export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE="[$(hostname -s) rank \${rank}] "; exec "$@"'
-# shellcheck disable=SC2054 # commas separate values of one option
 TORCHRUN=(
   -m torch.distributed.run --nproc-per-node "$GPUS" "${RENDEZVOUS[@]}" --signals-to-handle SIGINT,SIGHUP,SIGQUIT
   --log-dir "$LOGS" --redirects 3 --tee 3 --local-ranks-filter "0,$((GPUS - 1))"
 )
 [[ -z $SAVE ]] || rm -f "$SAVE/outcome.txt"
-trap : INT TERM # this script outlives the ranks
-set +e
+trap : INT TERM && set +e # this script outlives the ranks
 "${ON[@]}" bash -c "$START" launch "${PROFILER[@]}" "$PYTHON" "${TORCHRUN[@]}" "${ENTRY[@]}" "$SCRIPT" "${ARGUMENTS[@]}" 2>&1 |
   (trap "" INT TERM && while IFS= read -r LINE || [[ -n $LINE ]]; do printf '%(%F %T)T %s\n' -1 "$LINE"; done)
 CODE=${PIPESTATUS[0]} OUTCOME=

@@ -1,6 +1,9 @@
 """The doctor finds what would lose work in a launch script for Slurm."""
 
+import os
 import re
+import subprocess
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -37,6 +40,7 @@ CHANGES = {
     "torchrun": ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "OTHER", "torchrun kills ranks 30 s after SIGTERM"),
     "warm-up": ("--train-iters 1000", "--train-iters 100", "--lr-warmup-iters 100 is not below 100.*Use 10"),
     "duration": ("mins 1400", "mins 1435", "ends after the signal at 1430 minutes.*Use at most 1429"),
+    "no time": ("24:00:00", "11", "the signal comes after 1 minutes.*at least 12 minutes.*\n.*500 steps of 60 s"),
     "no checkpoint": ("24:00:00", "8:00:00", "--exit-duration.*\n.*500 steps of 60 s.*Use --save-interval 120"),
     "requeue": ("SBATCH --requeue", "SBATCH", "Add #SBATCH --requeue"),
     "log": ("--open-mode=append", "", "overwrites its log"),
@@ -82,14 +86,52 @@ def test_the_examples_lose_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("extra", ["--save-interval 100000", "--save-interval=100000", "--exit-duration-in-mins=9999"])
-def test_the_last_of_equal_flags_counts(extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EXTRA", f"--exit-duration-in-mins 1400 --save-interval=500 {extra}")
+def test_the_last_of_equal_flags_counts(extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = found_in(tmp_path / "run.sbatch", GOOD.replace("mins 1400", f"mins 1400 {extra}"), 30, 0)
+    expected = "--exit-duration-in-mins 9999 ends" if "duration" in extra else "a checkpoint takes 100000 steps"
+    assert len(found) == 1 and found[0].startswith(expected)
+    monkeypatch.setenv("EXTRA", f"--save-interval=500 {extra}")
     found = job.problems(job.read(EXAMPLES / "llama3_70b.sbatch"), 30)
-    assert [problem.split(" of 30 s")[0] for problem in found] == [
-        "--exit-duration-in-mins 9999 ends after the signal at 1430 minutes, or after the time limit. Use at most 1430."
-        if "duration" in extra
-        else "a checkpoint takes 100000 steps"
-    ]
+    # The examples' tail puts a shorter duration behind it.
+    assert [problem.startswith(expected) for problem in found] == ([] if "duration" in extra else [True])
+
+
+@pytest.mark.parametrize(
+    ("minutes", "arguments", "expected"),
+    [
+        (60, "--exit-signal-handler", 49),
+        (60, "--exit-signal-handler --exit-duration-in-mins 20", 20),
+        (60, "--exit-signal-handler --exit-duration-in-mins=235", 49),
+        (60, "of a loop", None),
+        (None, "--exit-signal-handler --exit-duration-in-mins 235", 235),
+        (11, "--exit-signal-handler", None),
+    ],
+)
+def test_the_tail_stops_a_job_before_the_signal(
+    minutes: int | None, arguments: str, expected: int | None, tmp_path: Path
+) -> None:
+    end = "Unknown" if minutes is None else f"{datetime.now() + timedelta(minutes=minutes, seconds=30):%Y-%m-%dT%H:%M:%S}"
+    for name, text in {
+        "scontrol": f"echo '   StartTime=2026-11-28T09:00:00 EndTime={end} x'",
+        "python": 'echo "$@"',
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    script = f"""set -euo pipefail
+    NAME=job LOGS={tmp_path} SAVE='' NODES=1 GPUS=1 PYTHON={tmp_path}/python SCRIPT={tmp_path}/python
+    ARGUMENTS=({arguments}) ENTRY=() PROFILER=() FILES=() THEN=() CONTAINER=() RENDEZVOUS=(--standalone)
+    source {EXAMPLES}/{job.TAIL}"""
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    run = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True)
+    if minutes == 11:
+        assert (
+            run.returncode == 2 and "expected a time limit 2 minutes above GRACE=600 s; got an end at 20" in run.stderr
+        )
+        return
+    assert run.returncode == 0, run.stderr
+    found = re.findall(r"--exit-duration-in-mins[ =](\d+)", run.stdout)
+    assert found[-1:] == ([] if expected is None else [str(expected)]), run.stdout
+    assert len((EXAMPLES / job.TAIL).read_text().splitlines()) <= 60
 
 
 def test_the_time_limit_of_the_environment_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

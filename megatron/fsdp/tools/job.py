@@ -15,6 +15,8 @@ from pathlib import Path
 # Seconds from SIGTERM to SIGKILL, by Slurm at the time limit and by torchrun, unless told otherwise.
 KILL_WAIT = 30
 TAIL = "job.bash"
+# From the start of a job to the signal, below which TAIL refuses to run.
+LEAST_MINUTES = 2
 HANDLER, CONVERTER = "StopSignals", "checkpoint_inspector"
 
 
@@ -174,7 +176,12 @@ def _of_schedule(job: Job, step: float | None) -> list[str]:
             )
     limit, duration, interval = job.time_limit, job.number("--exit-duration-in-mins"), job.number("--save-interval")
     signalled = None if limit is None else (limit - (job.grace or 0)) / 60
-    if signalled is not None and duration is not None and duration > signalled:
+    if signalled is not None and signalled < LEAST_MINUTES:
+        found.append(
+            f"the signal comes after {signalled:.0f} minutes, and again after each requeue. Use --time or "
+            f"SBATCH_TIMELIMIT of at least {LEAST_MINUTES + (job.grace or 0) / 60:.0f} minutes, or a shorter grace."
+        )
+    elif signalled is not None and duration is not None and duration > signalled and not job.shares_tail:
         found.append(
             f"--exit-duration-in-mins {duration:.0f} ends after the signal at {signalled:.0f} minutes, or after the "
             f"time limit. Use at most {signalled - (step or 0) / 60:.0f}."
