@@ -43,13 +43,17 @@ class Job:
         on: The cluster.
         name: Name of the experiment.
         extra: Arguments of the training script.
+        script: A script for sbatch; without one, a launch script submits itself.
         variables: Of the environment.
     """
 
-    def __init__(self, on: Cluster, name: str, extra: str = "", **variables: str) -> None:
+    def __init__(self, on: Cluster, name: str, extra: str = "", script: Path | None = None, **variables: str) -> None:
         self.on, self.out = on, on.folder / "runs" / name
         environment = {**environment_of(on), "OUT": str(self.out), "EXTRA": extra, **variables}
         words = ["bash", str(HERE / "train.bash")]
+        if script is not None:
+            (self.out / "logs").mkdir(parents=True)
+            words = ["sbatch", "--output", f"{self.out}/logs/%j.log", str(script)]
         # From a folder that has nothing to do with the repository.
         self.number = output(*words, environment=environment).split()[-1]
 
@@ -121,13 +125,39 @@ def requeue(on: Cluster) -> Row:
     return job.row("`scontrol requeue`", seconds)
 
 
+def srun_alone(on: Cluster) -> Row:
+    """SIGTERM for a job of the documentation's script, which starts ranks with srun and without torchrun."""
+    page = (ROOT / "docs" / "guide" / "multi_node.md").read_text()
+    found = re.search(r'(?s)title="train.sbatch"\n(.*?)```', page)
+    assert found is not None
+    text = found[1]
+    for before, after in {
+        "--nodes=8 --ntasks-per-node=8 --gpus-per-node=8": "--nodes=2 --ntasks-per-node=1 --gpus-per-node=1",
+        "run/outcome.txt": "$OUT/checkpoints/outcome.txt",
+        "python train.py": f"$PYTHON {HERE / 'train.py'} $OUT/checkpoints --every 100",
+    }.items():
+        assert before in text, before
+        text = text.replace(before, after)
+    script = on.folder / "train.sbatch"
+    script.write_text(text)
+    job = Job(on, "srun_alone", script=script)
+    job.wait_for("step 3: ")
+    call("scancel", "--signal", "TERM", job.number)
+    seconds = job.wait_for(AGAIN, 200)
+    job.wait_for_end()
+    outcome = (job.out / "checkpoints" / "outcome.txt").read_text()
+    assert outcome.startswith("finished"), outcome
+    return job.row("`srun` without torchrun: SIGTERM, no other save", seconds)
+
+
 def cancelled(on: Cluster) -> Row:
     """`scancel`: the job saves before Slurm kills it, and is not queued again."""
     job = Job(on, "cancelled", "--every 100")
     job.wait_for("step 3: ")
     call("scancel", job.number)
     job.wait_for("exit code .*stopped SIGTERM", 60)
-    time.sleep(60)
+    job.wait_for_end(60)  # it is COMPLETING as long as its script may queue it again
+    time.sleep(5)
     return job.row("`scancel`", 0, "CANCELLED")
 
 
@@ -135,7 +165,7 @@ def preemption(on: Cluster) -> Row:
     """SIGTERM in a step of 40 s, which torchrun would not wait for; another job then takes the nodes."""
     job = Job(on, "preemption", "--slow 4 --every 100")
     job.wait_for("step 3: ")
-    call("sbatch", "--partition", "high", "--nodes", "2", "--exclusive", "--output", "/dev/null", "--wrap", "sleep 5")
+    call("sbatch", "--partition", "high", "--nodes", "2", "--exclusive", "--output", "/dev/null", "--wrap", "sleep 1")
     job.wait_for("stopped SIGTERM", 120)
     begin = time.monotonic()
     job.wait_for("step 5: ", 200)
@@ -334,7 +364,7 @@ def agents_killed_agent(on: Cluster) -> Row:
 
 
 CASES: tuple[Callable[[Cluster], Row], ...] = (
-    start, cancelled, preemption, time_limit, requeue, killed_rank, killed_node, conversion,
+    start, srun_alone, cancelled, preemption, time_limit, requeue, killed_rank, killed_node, conversion,
     agents_stopped, agents_killed_rank, agents_killed_agent, agents_link_down,
 )  # fmt: skip
 

@@ -36,7 +36,7 @@ def train(options: argparse.Namespace, signals: StopSignals) -> None:
         first = found["step"]
     print(f"rank {dist.get_rank()} is process {os.getpid()}", flush=True)
     for step in range(first, options.steps):
-        time.sleep(40 if step == options.slow else options.seconds)
+        time.sleep(40 if step == options.slow else options.seconds if first == 0 else 2)
         torch.manual_seed(step)
         loss = (model(torch.randn(4, 16)) - 1).pow(2).mean()
         loss.backward()
@@ -57,7 +57,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--seconds", type=float, default=2.0)
+    parser.add_argument("--seconds", type=float, default=2.0, help="of a step, until the run is resumed")
     parser.add_argument("--every", type=int, default=3, help="steps between checkpoints")
     parser.add_argument("--slow", type=int, default=-1, help="a step of 40 seconds")
     parser.add_argument("--fsync", type=float, help="seconds that it takes on rank 1")
