@@ -57,11 +57,18 @@ test: install ## run before every commit: lint, types, quick tests. All of them 
 	@failed=; for part in lint typecheck quick; do $(MAKE) $$part || failed="$$failed $$part"; done; \
 	test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
 
-test-merge: install ## the tests that CI runs after make test: other strategies, formats, frameworks, code of the docs
+test-merge: install .ray/.installed ## the tests that CI runs after make test: other strategies, formats, frameworks, code of the docs
 	$(PYTEST) tests/unit_tests -m merge -n 2 --dist worksteal
 	$(PYTEST) tests/functional_tests -m merge -n 2 --dist loadfile
 
-test-all: lint typecheck torch-versions ## everything, before a release: all tests, all versions of torch, Python and megatron-core, parity
+# Ray, and what it needs and .venv lacks, in a folder that one test uses.
+.ray/.installed: $(STAMP) Makefile
+	rm -rf .ray
+	@echo "installing Ray into .ray"
+	@$(PYTHON) -m pip install --quiet --no-deps --target .ray ray==2.60.0 msgpack==1.2.4 tensorboardX==2.6.5
+	@touch $@
+
+test-all: .ray/.installed lint typecheck torch-versions ## everything, before a release: all tests, all versions of torch, Python and megatron-core, parity
 	$(PYTEST) tests/functional_tests -n 2 --dist loadfile
 	$(MAKE) parity PARITY_FLAGS="--markdown out/parity.md"
 
@@ -138,7 +145,7 @@ gpu-bench: ## compare step time, memory and kernels on a GPU with FSDP2 and NVID
 cluster-test: install ## stop, kill and cut off jobs on a Slurm cluster of two nodes here, as root (INSTALL=1 installs Slurm; CLUSTER_FLAGS="--only requeue")
 	$(PYTHON) -m tests.cluster $(if $(INSTALL),--install) $(CLUSTER_FLAGS)
 
-compatibility: install ## run all tests, and write out/compatibility.md and docs/status.md from their results
+compatibility: install .ray/.installed ## run all tests, and write out/compatibility.md and docs/status.md from their results
 	mkdir -p out
 	rm -f out/compatibility.json
 	$(PYTEST) tests -n 2 --dist worksteal --results out/compatibility.json
@@ -157,5 +164,5 @@ clean-demo: ## remove the demo's output
 	rm -rf demo_output
 
 clean: clean-demo ## remove .venv, the demo's output, build outputs and caches
-	rm -rf .venv .venv-torch-* .bench .evidence gpu_checks cluster_test site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-torch-* .ray .bench .evidence gpu_checks cluster_test site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

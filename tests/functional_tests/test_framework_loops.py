@@ -14,6 +14,7 @@ from tests.launch import ROOT, printed, python, torchrun
 from tests.ranks import RankPool, on_ranks
 
 FOLDER = ROOT / "examples" / "frameworks"
+RAY = ROOT / ".ray"
 
 
 def _llama() -> Any:
@@ -193,16 +194,26 @@ def test_example_of_lightning(tmp_path: Path) -> None:
     assert len(expected) == 3 and found == pytest.approx(expected, abs=2e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_example_of_ray_train(tmp_path: Path) -> None:
-    pytest.importorskip("ray.train")
-    example = FOLDER / "ray_train.py"
-    expected = _by_step(printed(python(example, tmp_path / "whole")))
-    found = _by_step(printed(python(example, tmp_path / "failed", "--fail-at", "3")))
-    assert len(expected) == 6 and found == expected
-
-
-def _by_step(output: str) -> dict[str, str]:
-    """The loss of each step; Ray prints some lines twice."""
-    return dict(re.findall(r"step (\d+): loss (\S+)", output))
+    """A worker fails, and the run resumes: losses are those of the model without Ray and without sharding."""
+    if not RAY.exists():
+        pytest.skip("needs Ray; make test-merge installs it")
+    # Ray writes a token into the home folder.
+    patient = {"RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "300", "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S": "300"}
+    options: dict[str, Any] = {"packages": str(RAY), "timeout": 580, "HOME": str(tmp_path), **patient}
+    output = printed(python(FOLDER / "ray_train.py", tmp_path / "run", "--fail-at", "3", **options))
+    found = {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss (\S+)", output)}
+    assert found.keys() >= {0, 1, 2, 4, 5}, "the other worker prints step 3 unless it is ended before"
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["step_2", "step_4", "step_6"]
+    torch.manual_seed(0)
+    layers = (nn.TransformerEncoderLayer(32, 4, dropout=0.0, batch_first=True) for _ in range(2))
+    model = nn.Sequential(*layers, nn.Linear(32, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(6):
+        x = torch.randn(8, 4, 32, generator=torch.Generator().manual_seed(step))
+        loss = (model(x) - x.sum(-1, keepdim=True)).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert found.get(step, loss.item()) == pytest.approx(loss.item(), abs=2e-5)
