@@ -110,7 +110,9 @@ def test_the_last_of_equal_flags_counts(extra: str, tmp_path: Path, monkeypatch:
 def test_the_tail_stops_a_job_before_the_signal(
     minutes: int | None, arguments: str, expected: int | None, tmp_path: Path
 ) -> None:
-    end = "Unknown" if minutes is None else f"{datetime.now() + timedelta(minutes=minutes, seconds=30):%Y-%m-%dT%H:%M:%S}"
+    end = "Unknown"
+    if minutes is not None:
+        end = (datetime.now() + timedelta(minutes=minutes, seconds=30)).isoformat(timespec="seconds")
     for name, text in {
         "scontrol": f"echo '   StartTime=2026-11-28T09:00:00 EndTime={end} x'",
         "python": 'echo "$@"',
