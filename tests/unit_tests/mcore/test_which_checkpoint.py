@@ -21,12 +21,12 @@ OURS = {"use_megatron_fsdp": True, "ckpt_format": "fsdp_dtensor"}
 def checkpoints(tmp_path: Path) -> Path:
     """Whole checkpoints of iterations 10 and 20, and one of 30 that was not finished."""
     for iteration in (10, 20, 30):
-        folder = tmp_path / f"iter_{iteration:07d}"
+        folder = tmp_path / "run" / f"iter_{iteration:07d}"
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             dcp.save({"weight": torch.ones(3)}, storage_writer=Writer(folder), planner=Planner())
-    (tmp_path / "iter_0000030" / ".metadata").unlink()
-    return tmp_path
+    (folder / ".metadata").unlink()
+    return folder.parent
 
 
 def at_base(monkeypatch: pytest.MonkeyPatch, folder: Path, **arguments: Any) -> tuple[int | None, int | None]:
