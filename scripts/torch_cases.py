@@ -73,7 +73,7 @@ def install(whole: bool = False, control: bool = False) -> None:
             super().run_test(*args)
 
         def perThreadSetUp(self) -> None:  # noqa: N802
-            """What a test does in every thread before it begins."""
+            """Do nothing in a thread before its test begins."""
 
     tests.FSDPTestMultiThread = Threads
     if whole:

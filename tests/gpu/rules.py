@@ -215,7 +215,7 @@ def _no_wait_leaves_a_capture(at: Machine) -> None:
 
 
 def _captures_have_memory_of_their_own(at: Machine) -> None:
-    """What is freed in a capture is reused in it, and by nothing else while there is the graph."""
+    """A capture reuses memory that it has freed; nothing else does while there is the graph."""
     with at.capture():
         inside = at.new()
         own = at.address(inside)

@@ -26,7 +26,7 @@ _COPIES = {"aten::copy_", "aten::_to_copy", "aten::_foreach_copy_"}
 
 
 class _Operator(NamedTuple):
-    """What the schema of an operator says. ``uses`` has "reads", "writes" or "" for each argument, in their order."""
+    """The schema of an operator. ``uses`` has "reads", "writes" or "" for each argument, in their order."""
 
     name: str
     uses: dict[str, str]

@@ -540,10 +540,8 @@ def _check_reshard_after_forward(value: bool | int | None, ranks: int) -> None:
 
 def _check_module(module: nn.Module, placement: Callable[[nn.Parameter], object] | None) -> None:
     if isinstance(module, FSDPModule):
-        raise MarkedTwice(
-            f"fully_shard was called on this {type(module).__name__} before. Each distinct composable distributed API "
-            "can only be applied to a module once."  # in torch's words, which tests look for
-        )
+        words = "Each distinct composable distributed API can only be applied to a module once."  # torch's
+        raise MarkedTwice(f"fully_shard was called on this {type(module).__name__} before. {words}")
     if not isinstance(module, nn.Module) or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         raise ValueError(
             f"fully_shard does not support containers that do not implement forward: expected a module that has one; "

@@ -40,7 +40,7 @@ OFFLOAD: dict[str, Any] = {"offload_optimizer": True, "sync_model_each_microbatc
 
 
 class Norm(nn.LayerNorm):
-    """Has parameters of another dtype than the model's, which make units of two groups."""
+    """Has parameters of a different dtype than the model's, which make units of two groups."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x.to(self.weight.dtype)).to(x.dtype)
@@ -127,8 +127,8 @@ def _simulation(kernel_time: float = 1.0) -> Iterator[SimulatedDevice]:
 
 def _train(micro_batches: int, optimizer: str, use_no_sync: bool, may_wait: bool, settings: dict[str, Any]) -> None:
     settings = dict(settings)
-    beside = settings.pop("side_stream", False)
-    with _simulation() as sim, torch.cuda.stream(torch.cuda.Stream() if beside else None):
+    on_side = settings.pop("side_stream", False)
+    with _simulation() as sim, torch.cuda.stream(torch.cuda.Stream() if on_side else None):
         model, wrapped = _sharded(optimizer, **_with_groups(settings))
         no_sync = model.no_sync if use_no_sync else contextlib.nullcontext
         clip = lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)  # noqa: E731

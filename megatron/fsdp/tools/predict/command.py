@@ -29,9 +29,8 @@ from megatron.fsdp.tools.predict.ghosts import Cost
 from megatron.fsdp.tools.predict.machine import Cluster
 from megatron.fsdp.tools.predict.play import Simulation, in_program_order
 from megatron.fsdp.tools.predict.record import LabelledMemory, Mark, Recorder
-from megatron.fsdp.tools.predict.search import recomputation
 from megatron.fsdp.tools.report import Report
-from megatron.fsdp.tools.script import Change, CommandStep, edited, run
+from megatron.fsdp.tools.script import Change, CommandStep, edited, recomputation, run
 from megatron.fsdp.tools.trace.recorder import StepRecorder
 from megatron.fsdp.tools.trace.spans import Row, Span
 

@@ -24,9 +24,16 @@ import torch
 from megatron.fsdp.tools.devices import GIB
 from megatron.fsdp.tools.fit import comparison, with_overhead
 from megatron.fsdp.tools.predict.machine import Cluster
-from megatron.fsdp.tools.script import MEMORY, Change, CommandStep, edited, memory_columns, prepare_megatron
+from megatron.fsdp.tools.script import (
+    MEMORY,
+    Change,
+    CommandStep,
+    edited,
+    memory_columns,
+    prepare_megatron,
+    recomputation,
+)
 
-RECOMPUTATION = "granularity", "method", "num-layers", "modules"
 # Layouts alone that are this much above the device's size are too large, without a prediction: their sum is a bound.
 MARGIN = 1.1
 PROCESSES = min(os.cpu_count() or 1, 8)  # each takes about 2 GB
@@ -36,13 +43,6 @@ def _sizes(flag: str, sizes: Iterable[int], with_flag: str = "") -> list[Change]
     """Values of a flag that Megatron takes as 1 without it, and a flag that goes with larger ones."""
     more = [with_flag] if with_flag else []
     return [{flag: str(n) if n > 1 else None, **dict.fromkeys(more, "" if n > 1 else None)} for n in sizes]
-
-
-def recomputation(granularity: str | None, **more: str) -> Change:
-    """Flags of recomputation in place of others."""
-    none: Change = {f"--recompute-{name}": None for name in RECOMPUTATION}
-    given = {f"--recompute-{name.replace('_', '-')}": value for name, value in more.items()}
-    return {**none, "--recompute-activations": None, "--recompute-granularity": granularity, **given}
 
 
 # In the order in which they are tried.
