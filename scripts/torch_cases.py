@@ -67,7 +67,7 @@ def install(whole: bool = False, control: bool = False) -> None:
             raise unittest.SkipTest(f"needs {self.world_size} ranks")
         self._start_processes(torch.multiprocessing.get_context("fork").Process)
 
-    class Threads(tests.FSDPTest):  # type: ignore[misc,name-defined]
+    class Threads(tests.FSDPTest):
         def run_test(self, *args: Any) -> None:
             self.perThreadSetUp()
             super().run_test(*args)
@@ -79,12 +79,12 @@ def install(whole: bool = False, control: bool = False) -> None:
     if whole:
         tests.check_sharded_parity = _compare_whole
     common_distributed.MultiProcessTestCase._spawn_processes = fork  # type: ignore[method-assign]
-    torch.accelerator.device_count = lambda: MOST_RANKS  # type: ignore[assignment]
+    torch.accelerator.device_count = lambda: MOST_RANKS
     torch.cpu.device_count = lambda: RANKS
     torch.set_num_threads(1)
 
 
-def _compare_whole(case: Any, plain: torch.nn.Module, sharded: torch.nn.Module, prefixes: Any = ()) -> None:
+def _compare_whole(case: Any, plain: torch.nn.Module, sharded: Any, prefixes: Any = ()) -> None:
     """Take the place of torch's ``check_sharded_parity``: every parameter and gradient is equal as a full tensor."""
     for (name, ours), (other, reference) in zip(sharded.named_parameters(), plain.named_parameters(), strict=True):
         case.assertEqual(functools.reduce(lambda text, prefix: text.replace(prefix, ""), prefixes, name), other)
@@ -100,6 +100,7 @@ def cases(folder: Path, selected: str) -> Iterator[tuple[Path, str]]:
         module = _load(path)
         for suite in unittest.defaultTestLoader.loadTestsFromModule(module):
             for test in suite if isinstance(suite, unittest.TestSuite) else []:
+                assert isinstance(test, unittest.TestCase)
                 name = test.id().removeprefix(f"{module.__name__}.")
                 if selected in f"{path.stem}.{name}":
                     yield path, name
