@@ -47,7 +47,9 @@ class SimulatedGraph:
         device = self._device
         device.timeline.synchronize()
         rules = _Rules(device.timeline.current[-1], device.ignoring)
-        before, saved = device.on_kernel, [(storage, storage.clone()) for storage in device.memory.on_device()]
+        with _disable_current_modes():  # not a copy that the host would wait for
+            saved = [(storage, storage.clone()) for storage in device.memory.on_device()]
+        before = device.on_kernel
         capturing = patch.multiple(torch.cuda, is_initialized=_yes, is_current_stream_capturing=_yes)
         with rules.enforced(), device.no_host_wait(), capturing:
             device.on_kernel, device.memory.pool = self._record, self._pool
@@ -56,9 +58,10 @@ class SimulatedGraph:
             finally:
                 device.on_kernel, device.memory.pool = before, 0
         rules.check_joined()
-        for storage, content in saved:
-            if storage.nbytes() == content.nbytes():
-                storage.copy_(content)
+        with _disable_current_modes():
+            for storage, content in saved:
+                if storage.nbytes() == content.nbytes():
+                    storage.copy_(content)
 
     def _record(self, stream: int, function: Any, args: tuple, kwargs: dict, result: Any) -> None:
         # The references stand for the graph's own memory: nothing else gets it while the graph lives.

@@ -29,8 +29,8 @@ def test_what_megatron_reads_where_fsdp_is_on() -> None:
 # Of torchrun, srun, sbatch, the doctor, verify, the tools for checkpoints and this project's pretrain_gpt.py, and
 # Megatron's own name for --use-nccl-ub.
 OTHERS = set(
-    """--nproc-per-node --tee --rdzv-endpoint --requeue --container-image --container-mounts --world-size --ranks --gpu
-    --device-memory --json --no-verify --exit-code --config --param-to-param-group-map-json --to --nccl-ub
+    """--nproc-per-node --tee --rdzv-conf --rdzv-endpoint --requeue --container-image --container-mounts --world-size
+    --ranks --gpu --device-memory --json --no-verify --exit-code --config --param-to-param-group-map-json --to --nccl-ub
     --fsdp-synchronous --shutdown-timeout --signal --script""".split()
 )
 
