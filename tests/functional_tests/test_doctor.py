@@ -295,7 +295,7 @@ def test_launch_scripts_pass_valid_arguments(name: str) -> None:
 LAUNCH_SCRIPTS = [path.name for path in SCRIPTS if "convert" not in path.name]
 
 
-@pytest.mark.parametrize("name", all_but_slow(LAUNCH_SCRIPTS, LLAMA3_8B))
+@pytest.mark.parametrize("name", LAUNCH_SCRIPTS)
 def test_launch_scripts_fit_into_their_gpus(name: str) -> None:
     """With the numbers of ranks and micro-batches that they have by default; all are for GPUs with 80 GB."""
     assert {LLAMA3_8B, LLAMA3_70B, DEEPSEEK_V3} <= set(LAUNCH_SCRIPTS)
