@@ -232,12 +232,12 @@ def test_the_report_says_how_to_ask_for_a_device(results: dict[str, Result]) -> 
 def test_the_fullest_stage_is_compared_with_the_device(results: dict[str, Result]) -> None:
     assert results["fits"].code == 0
     found = json.loads(results["fits"].out)
-    # The last stage has the output layer, and the logits of it.
+    # The last stage has the output layer.
     assert found["stage"] == 1 and len(found["stages"]) == 2
     fit = found["fit"]
     assert fit["fits"] and fit["missing"] == 0 and fit["capacity"] == 81559 << 20
     assert fit["total"] == with_overhead(sum(found["step"]["peak"].values())) and fit["predicted"]
-    assert found["step"]["peak"]["logits"] > 4 * 60_000 * 32 and fit["fewest_ranks"] == 2
+    assert fit["fewest_ranks"] == 2
     assert found["step"]["seconds"] > 0 and found["step"]["timed"]
 
 

@@ -269,7 +269,7 @@ REMEDIES = [
     Remedy(
         "full tensors stay full",
         "dtensor/ragged_dtensor.py",
-        "lead = _targets(func, args, kwargs)[0] if in_place else _leading(flat)",
+        "lead = written_values(func, args, kwargs)[0] if in_place else _leading(flat)",
         "lead = _leading(flat)",
         {"strategy": (0,), "ranks": (2,)},
         ("resume", "teach", "other_model"),

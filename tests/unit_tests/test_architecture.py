@@ -45,7 +45,7 @@ BUDGETS = {
     "megatron/fsdp/tools": 3_140,
     "megatron/fsdp/tools/predict": 1_791,
     "megatron_fsdp": 149,
-    "tests": 41_933,
+    "tests": 41_936,
 }
 
 # Phrases, as regular expressions, and the word that people of this field search for. A line may end at a space.
