@@ -9,7 +9,7 @@ from torch import nn
 
 from megatron_fsdp import Outermost, fully_shard_model
 from tests.models import assert_same_training, batches, device, logged
-from tests.ranks import RankPool
+from tests.ranks import RankPool, on_ranks
 from tests.training_models import Gate, Levels, Middle, Outer
 
 _PARTS = ["", ".inner.0", ".inner.0.gate", ".inner.1", ".inner.1.gate"]
@@ -31,14 +31,8 @@ def test_the_innermost_unit_owns() -> None:
     assert [child.name for child in root.children[0].children] == ["outer.0.inner.0", "outer.0.inner.1"]
 
 
-_PARTS = ["", ".inner.0", ".inner.0.gate", ".inner.1", ".inner.1.gate"]
-
-
-def test_the_innermost_unit_owns(ranks: RankPool) -> None:
-    ranks.run(2, _owners)
-
-
-def _outermost() -> None:
+@on_ranks(2)
+def test_the_outermost_unit_owns_if_asked() -> None:
     """A class that is inside others and alone is a unit where it is alone, which leaving it out would not give."""
     torch.manual_seed(1)
     model = nn.Sequential(Levels(), Middle(31)).to(device())
@@ -53,11 +47,8 @@ def _outermost() -> None:
     assert_same_training(model, batches(2, dist.get_world_size()), fsdp_unit_modules=kinds)
 
 
-def test_the_outermost_unit_owns_if_asked(ranks: RankPool) -> None:
-    ranks.run(2, _outermost)
-
-
-def _alone() -> None:
+@on_ranks(2)
+def test_a_unit_with_units_inside_runs_by_itself() -> None:
     torch.manual_seed(1)
     plain = Levels().to(device())
     sharded = fully_shard_model(copy.deepcopy(plain), fsdp_unit_modules=[Outer, Middle, Gate])

@@ -222,6 +222,41 @@ def test_a_replaced_gradient_raises() -> None:
             _backward(model, tokens)
 
 
+def _drops_persistent(clear: Callable[..., None]) -> Callable[..., None]:
+    """Gradients get other memory in the next step, as they do without a graph."""
+
+    def version(group: ParameterGroup, set_to_none: bool = True) -> None:
+        clear(group, set_to_none)
+        group._persistent = None
+        for param in group.params:
+            param.main.grad = None
+
+    return version
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("drops", [True, False])
+def test_memory_that_a_graph_needs_and_the_engine_frees_is_found(drops: bool) -> None:
+    clear = ParameterGroup.clear_gradients
+    with fake_ranks(4), simulated_device() as sim, contextlib.ExitStack() as stack:
+        model, optimizer = _sharded()
+        data = batches(1, 1)[0].to(DEVICE)
+        for _ in range(WARM_UP):
+            _backward(model, data)
+            optimizer.step()
+            optimizer.zero_grad()
+        graph = SimulatedGraph(sim)
+        with graph.capture():
+            _backward(model, data)
+        if drops:
+            stack.enter_context(patch.object(ParameterGroup, "clear_gradients", _drops_persistent(clear)))
+        graph.replay()
+        optimizer.step()
+        optimizer.zero_grad()
+        with pytest.raises(FreedMemory, match="a replay uses memory") if drops else contextlib.nullcontext():
+            graph.replay()
+
+
 # The rules of captures -------------------------------------------------------------------------------------------
 
 

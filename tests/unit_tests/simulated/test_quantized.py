@@ -91,9 +91,7 @@ def test_settings(ranks: RankPool, format: str, what: str, kind: str) -> None:
 
 
 @on_ranks(1)
-@pytest.mark.parametrize("recompute", ["", "unit", "layer"])
-@pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("format", ["tensor", "mx"])
+@parametrize_pairs(format=["tensor", "mx"], reshard=[True, False], recompute=["", "unit", "layer"])
 def test_fsdp2(format: str, reshard: bool, recompute: str) -> None:
     with _simulation() as sim:
         model = recomputing(quantized_model(format, place=DEVICE), recompute)
