@@ -30,7 +30,15 @@ def memory_columns(peak: Mapping[str, int]) -> list[str]:
 
 # Values of flags: None leaves a flag out, and "" is one without a value.
 Change = dict[str, str | None]
+# Of flags that begin with --recompute-.
 RECOMPUTATION = "granularity", "method", "num-layers", "modules"
+
+
+def recomputation(granularity: str | None, **more: str) -> Change:
+    """Flags of recomputation in place of others."""
+    none: Change = {f"--recompute-{name}": None for name in RECOMPUTATION}
+    given = {f"--recompute-{name.replace('_', '-')}": value for name, value in more.items()}
+    return {**none, "--recompute-activations": None, "--recompute-granularity": granularity, **given}
 
 
 @dataclass(frozen=True)
@@ -161,10 +169,3 @@ def run(script: Path, arguments: Sequence[str]) -> None:
         runpy.run_path(str(script), run_name="__main__")
     finally:
         sys.argv, sys.path[0] = argv, folder
-
-
-def recomputation(granularity: str | None, **more: str) -> Change:
-    """Flags of recomputation in place of others."""
-    none: Change = {f"--recompute-{name}": None for name in RECOMPUTATION}
-    given = {f"--recompute-{name.replace('_', '-')}": value for name, value in more.items()}
-    return {**none, "--recompute-activations": None, "--recompute-granularity": granularity, **given}
