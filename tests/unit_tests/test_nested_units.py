@@ -36,14 +36,14 @@ def test_the_outermost_unit_owns_if_asked() -> None:
     """A class that is inside others and alone is a unit where it is alone, which leaving it out would not give."""
     torch.manual_seed(1)
     model = nn.Sequential(Levels(), Middle(31)).to(device())
+    coarse = {"", "0.outer.0", "0.outer.1", "1"}
+    owners = {name for name, each in model.named_modules() if each._parameters and name.startswith(("0.outer.", "1."))}
     for fine in (False, True):
-        for name in (Middle, "Middle"):
-            kinds = Outermost([Outer, name, Gate])
+        for kinds in (Outermost([Outer, Middle, Gate]), Outermost([Outer, "Middle", Gate])):
             sharded = fully_shard_model(
                 copy.deepcopy(model), fsdp_unit_modules=kinds, enable_fine_grained_param_gather=fine
             )
-            coarse = {"", "0.outer.0", "0.outer.1", "1"}
-            assert (set(sharded.engine.unit_names) > coarse) if fine else (set(sharded.engine.unit_names) == coarse)
+            assert set(sharded.engine.unit_names) == (coarse | owners if fine else coarse)
     assert_same_training(model, batches(2, dist.get_world_size()), fsdp_unit_modules=kinds)
 
 

@@ -511,11 +511,11 @@ def _is_unit(module: nn.Module, path: tuple[UnitPart, ...], units: UnitChoice, e
     compiled = compiled_module(module)
     if compiled_module(path[-1].module) is module:
         return False  # torch.compile's wrapper around it is the unit already
-    inside_unit = len(path) > 1
-    if is_chosen(module, units) or (compiled is not None and is_chosen(compiled, units)):
-        return not (inside_unit and isinstance(units, Outermost))
     # torch's attention does not call its output layer, but reads the weights.
-    is_read = isinstance(module, NonDynamicallyQuantizableLinear)
+    inside_unit, is_read = len(path) > 1, isinstance(module, NonDynamicallyQuantizableLinear)
+    chosen = is_chosen(module, units) or (compiled is not None and is_chosen(compiled, units))
+    if chosen and not (inside_unit and isinstance(units, Outermost)):
+        return True
     return every_module and inside_unit and not is_read and bool(module._parameters) and _has_forward(module)
 
 
