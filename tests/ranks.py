@@ -219,6 +219,7 @@ def _run(
         torch.set_num_threads(1)  # accelerate may have set it for an earlier test
         with _without_exchange_of_gloo() if collectives_of_nccl else contextlib.nullcontext():
             result = function(*args)
+        _check_patches()
     except BaseException:  # noqa: BLE001 - reported to the test
         error = Error(time.time(), traceback.format_exc())
     with contextlib.suppress(Exception):
@@ -226,6 +227,16 @@ def _run(
     # Process groups in cycles keep gloo's threads, which poll: hundreds of them took half of the machine's time.
     gc.collect()
     return result, error
+
+
+def _check_patches() -> None:
+    """Raise if a test has put back functions of torch that later models in this process count on."""
+    from megatron.fsdp.dtensor.torch_patches import TORCH
+    from megatron.fsdp.helpers.patches import Kind
+
+    functions = [row for row in TORCH.rows if TORCH.is_installed and row.applies and row.kind is Kind.AROUND]
+    lost = [row.target for row in functions if not hasattr(getattr(row.owner, row.attribute), "__wrapped__")]
+    assert not lost, f"this test has undone patches that count as installed: {lost}"
 
 
 def _without_exchange_of_gloo() -> contextlib.AbstractContextManager[Any]:

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from megatron.fsdp.comm import backends, journal, streams
+from megatron.fsdp.dtensor import torch_patches
 from megatron.fsdp.dtensor.ragged_dtensor import make_like
 from megatron.fsdp.quantized.reference.base import ReferenceTensor
 from tests.simulated.checker import HOST, Checker, Race, Range
@@ -336,6 +337,7 @@ def simulated_device(kernel_time: float = 1.0) -> Iterator[SimulatedDevice]:
 
     # torch caches this list of its functions. It must not be made while some of them are replaced.
     _device_constructors()
+    torch_patches.apply()  # if a model applied them in this context, its end would put back what they replaced
     with contextlib.ExitStack() as stack:
         # The collector would free memory at any time, also while the allocator looks for some. Cycles live on until the
         # program calls ``gc.collect``.
