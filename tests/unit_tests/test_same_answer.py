@@ -316,6 +316,18 @@ def test_a_pending_backward_does_not_read_newer_weights(changed_by: str) -> None
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_a_forward_writes_weights_that_a_pending_penalty_reads(zero: int) -> None:
+    model = Model(kind="writes").to(device())
+    model, _ = fully_shard(model, sgd(model.parameters()), zero_dp_strategy=zero, fsdp_unit_modules=[Block])
+    penalty = sum(parameter.pow(2).sum() for parameter in model.parameters())
+    with torch.no_grad():
+        model(batch())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        penalty.backward()
+
+
+@on_ranks(2)
 def test_parameters_from_before_sharding() -> None:
     """Lists, optimizers, averages and clipping that hold parameters from before sharding act on the sharded ones."""
     for name, setting in SETTINGS.items():

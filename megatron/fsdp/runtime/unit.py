@@ -126,7 +126,7 @@ class Unit:
         self._versioned = [param for group in apart for param in group.params]
         self._sharing = [param for group in plain if group not in apart for param in group.params]
         self._versions: list[int] = []
-        self._versions_of_main: list[int] = []
+        self._versions_of_shared: list[tuple[int, int]] = []
         self._end: Any = None
 
     def __repr__(self) -> str:
@@ -308,19 +308,20 @@ class Unit:
         it has changed when backward reads the weight. Unsharded weights get twice the version of their main weights:
         a graph can read them after they were resharded and unsharded again, unless the weight was changed meanwhile,
         as in an unsharded model. Resharded weights have another version, so that backward cannot read freed memory, or
-        that of another unit, through a part of the graph that no hook guards. Weights whose memory contains the main
-        weights count writes in forward themselves, and get those of their main weights added.
+        that of another unit, through a part of the graph that no hook guards. A weight whose memory contains the main
+        weight has a counter of its own: a write through one of the two is added to that of the other.
         """
         with torch._C.DisableTorchFunctionSubclass():
             self._versions = [2 * param.main._version + (not readable) for param in self._versioned]
-            of_main = [param.main._version for param in self._sharing]
-        weights = [param.compute for param in self._versioned]
-        torch._C._autograd._unsafe_set_version_counter(tuple(weights), tuple(self._versions))
-        if of_main != self._versions_of_main:
-            before = self._versions_of_main or of_main
-            written = [p.compute for p, now, was in zip(self._sharing, of_main, before, strict=True) if now != was]
-            torch._C._increment_version(written)
-            self._versions_of_main = of_main
+            weights = [param.compute for param in self._versioned]
+            torch._C._autograd._unsafe_set_version_counter(tuple(weights), tuple(self._versions))
+            shared = [(param.main._version, param.compute._version) for param in self._sharing]
+            if shared != self._versions_of_shared:
+                pairs = zip(self._sharing, shared, self._versions_of_shared or shared, strict=True)
+                for param, (main, compute), (main_before, compute_before) in pairs:
+                    torch._C._increment_version([param.compute] * (main != main_before))
+                    torch._C._increment_version([param.main] * (compute != compute_before))
+                self._versions_of_shared = [(param.main._version, param.compute._version) for param in self._sharing]
 
     def check_not_written(self) -> None:
         """Raise if the forward has written a compute weight: the next unshard would undo that."""
