@@ -138,8 +138,9 @@ def send_ranges(
     """
     own, operations = group.rank(), list[dist.P2POp]()
     for peer in (peer for peer in range(group.size()) if peer != own):
-        if to in (None, peer) and ranges[own].numel():
-            operations.append(dist.P2POp(dist.isend, ranges[own], group=group, group_peer=peer, tag=tag))
+        # Receives first: see :func:`megatron.fsdp.comm.gloo.reduce_scatter`.
         if to in (None, own) and ranges[peer].numel():
             operations.append(dist.P2POp(dist.irecv, ranges[peer], group=group, group_peer=peer, tag=tag))
+        if to in (None, peer) and ranges[own].numel():
+            operations.append(dist.P2POp(dist.isend, ranges[own], group=group, group_peer=peer, tag=tag))
     return dist.batch_isend_irecv(operations) if operations else []

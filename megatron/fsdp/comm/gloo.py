@@ -76,11 +76,12 @@ def reduce_scatter(
     sources = [(rank - step) % size for step in range(1, size)]
     targets = [(rank + step) % size for step in range(1, size)]
     tag = _tag(slices[rank], 1)
-    sent = [dist.isend(slices[target], group=group, group_dst=target, tag=tag) for target in targets]
     arriving: list[tuple[torch.Tensor, dist.Work | None]] = []
     for source in sources[:2]:
         memory = torch.empty_like(slices[source])
         arriving.append((memory, dist.irecv(memory, group=group, group_src=source, tag=tag)))
+    # After the receives: a pair of ranks has one connection, on which the other is told that it may send.
+    sent = [dist.isend(slices[target], group=group, group_dst=target, tag=tag) for target in targets]
     remaining = iter(sources[2:])
     while arriving:
         memory, work = arriving.pop(0)

@@ -3,8 +3,10 @@
 import math
 import os
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -189,24 +191,42 @@ def _network(device: torch.device, seconds: float) -> tuple[Link | None, float, 
     for size in _MESSAGES:
         flat = torch.zeros(size // 4 * ranks, device=device)
         own = flat[size // 4 * group.rank() : size // 4 * (group.rank() + 1)]
-        walls, cores = [], []
-        number = torch.tensor(5, device=device)
-        for _ in range(int(number)):
+        found = []
+        number = min(max((1 << 20) // size, 1), 32)
+        for _ in range(5):
             dist.barrier()
-            wall, core = time.perf_counter(), time.process_time()
-            gloo.all_gather(flat, own, group) if device.type == "cpu" else dist.all_gather_into_tensor(flat, own)
-            if device.type == "cuda":
+            if device.type == "cpu":
+                found.append(_while_computing(partial(gloo.all_gather, flat, own, group), number))
+            else:
+                start = time.perf_counter()
+                for _ in range(number):
+                    dist.all_gather_into_tensor(flat, own)
                 torch.cuda.synchronize(device)
-            walls.append(time.perf_counter() - wall)
-            cores.append(time.process_time() - core)
+                found.append(((time.perf_counter() - start) / number, 0.0))
+        walls, cores = zip(*found, strict=True)
         points.append((size * (ranks - 1), statistics.median(walls), statistics.median(cores)))
     rates = torch.tensor(_fitted(points), dtype=torch.float64, device=device)
     dist.all_reduce(rates)
     per_byte, latency, core_per_byte, core = (rates / ranks).tolist()
-    on_host = device.type == "cpu"
     link = Link("measured", 1 / max(per_byte, 1e-15), max(latency, 0.0))
-    messages = 2 * (ranks - 1)
-    return link, core_per_byte / 2 if on_host else 0.0, core / messages if on_host else 0.0
+    return link, core_per_byte / 2, core / (2 * (ranks - 1))
+
+
+def _while_computing(communicate: Callable[[], None], number: int) -> tuple[float, float]:
+    """Seconds of a message in another thread, and how many of them this thread cannot compute meanwhile.
+
+    The kernel's work for packets counts as well. It is in no process's CPU time.
+    """
+    a = torch.ones(128, 128)
+    alone = _time(lambda: aten.mm(a, a), a.device, 0.02)
+    thread = threading.Thread(target=lambda: [communicate() for _ in range(number)])
+    start, computed = time.perf_counter(), 0
+    thread.start()
+    while thread.is_alive():
+        aten.mm(a, a)
+        computed += 1
+    wall = time.perf_counter() - start
+    return wall / number, max(wall - computed * alone, 0.0) / number
 
 
 def _fitted(points: list[tuple[int, float, float]]) -> list[float]:
