@@ -211,13 +211,15 @@ def _run(
 ) -> tuple[Any, Error | None]:
     # All ranks share the first CUDA device.
     local = 0 if DEVICE == "cuda" else rank
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(local), NCCL_HOSTID=f"rank{rank}")
+    names = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(local), "NCCL_HOSTID": f"rank{rank}"}
     result, error = None, None
     try:
         dist.init_process_group(backend, init_method=store, rank=rank, world_size=world_size)
         torch.manual_seed(0)
         torch.set_num_threads(1)  # accelerate may have set it for an earlier test
-        with _without_exchange_of_gloo() if collectives_of_nccl else contextlib.nullcontext():
+        # Later tests must not depend on variables that this one, or what it imports, has set.
+        without = _without_exchange_of_gloo() if collectives_of_nccl else contextlib.nullcontext()
+        with patch.dict(os.environ, names), without:
             result = function(*args)
         _check_patches()
     except BaseException:  # noqa: BLE001 - reported to the test

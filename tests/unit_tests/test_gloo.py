@@ -64,7 +64,7 @@ def test_all_gather_and_reduce_scatter(ranks: RankPool, size: int, dtype: torch.
 
 @on_ranks(2)
 def test_receives_come_before_sends() -> None:
-    """Else a rank learns that it may send when all that the other sends has passed: twice the time on a slow network."""
+    """Else a rank learns only behind what the other sends that it may send: twice the time on a slow network."""
     issued = []
 
     def noting(name: str) -> Callable[..., Any]:
