@@ -157,6 +157,17 @@ FOUND: dict[str, Program] = {
         Setting(features=Features(forces="detached")),
         [step("write_in_forward", how="data ="), step("backward"), step("optimize"), step("forward")],
     ),
+    # set_reshard_after_forward left a plan of the backward without the weights that it gathers now.
+    "no_longer_kept": Program(
+        Setting(interface="fsdp2", strategy=2),
+        [
+            step("apart", orders=((0, 1), (0,))),
+            step("accumulate", count=1),
+            step("method", name="reduce"),
+            step("accumulate", count=1),
+            step("backward"),
+        ],
+    ),
     # set_reshard_after_forward took away the group of neighbours from tasks of a failed backward that still used it.
     "neighbours_are_left_at_once": Program(
         Setting(ranks=4, interface="fsdp2", within=True),

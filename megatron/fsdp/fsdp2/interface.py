@@ -346,9 +346,7 @@ class FSDPModule(MarkedModule):
         for mark in self._marks(recurse):
             mark.reshard_after_forward = reshard_after_forward
             if (unit := mark.unit()) is not None:
-                unit.keeps_weights = not reshard_after_forward
-                for group in unit.groups:
-                    group.weights.gather_all()
+                unit.keep_weights(not reshard_after_forward)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the summed gradients of this module's unit by ``factor``, instead of by the number of ranks."""

@@ -285,6 +285,12 @@ class Plans:
             self.backward = self._usual = known or self._guessed_backward()
             self.recording = known is None
 
+    def follow_keeping(self) -> None:
+        """Plan the backward, and record it, for the units that keep their weights after forward now."""
+        self._known.clear()
+        self.backward = self._usual = self._guessed_backward()
+        self.recording, self._attempts = True, 0
+
     def follow_recorded(self) -> None:
         """Make what was recorded the plans, if the ranks' recordings can be merged. A collective.
 

@@ -229,6 +229,14 @@ class Unit:
         holder: Unit | None = None if self.slot is None else self.slot.holder()
         return None if holder is self else holder
 
+    def keep_weights(self, keeps: bool) -> None:
+        """Set whether the unit keeps its weights after forward. All ranks call it. Backward gathers over all of them."""
+        if keeps is not self.keeps_weights and (schedule := self.schedule()) is not None:
+            self.keeps_weights = keeps
+            schedule.plans.follow_keeping()
+        for group in self.groups:
+            group.weights.gather_all()
+
     def yield_slot(self, other: "Unit") -> None:
         """Reshard, because ``other`` needs the slot.
 
