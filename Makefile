@@ -99,7 +99,7 @@ torch-reduced: $(TORCH_STAMPS) ## run the unit tests that depend on torch's inte
 		.venv-torch-$$version/bin/python -m pytest $(PYTEST_FLAGS) $(TORCH_TESTS) -m "not slow and not merge" -n 2 --dist worksteal || exit 1; \
 	done
 
-python-versions: install ## import, train, save and resume with the wheel and torch alone on every supported version of Python
+python-versions: install ## import, train, save and resume with the wheel, without extras, on every supported version of Python
 	$(PYTEST) tests/functional_tests/test_python_versions.py tests/functional_tests/test_packaging.py
 
 mcore-versions: install ## train, save and resume with other versions of megatron-core from PyPI

@@ -1,4 +1,4 @@
-"""The engine with torch alone on the oldest and the newest supported version of Python: it imports, trains and resumes.
+"""The engine without extras on the oldest and the newest supported version of Python: it imports, trains and resumes.
 
 Each version gets a fresh environment with the wheel. ``make python-versions`` runs this, and test_packaging.py, whose
 fresh environment has the version in between.
@@ -19,7 +19,7 @@ from tests.ranks import ROOT
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 VERSIONS = ("3.10", "3.13")
-NEEDS = ("pytest", "pytest-timeout", "hypothesis", "numpy")
+NEEDS = ("pytest", "pytest-timeout", "hypothesis")
 # Quick tests of what depends on Python: pickles, names, errors.
 UNIT_TESTS = ("checkpoint/test_safe_pickle.py", "naming", "test_forward_methods.py")
 

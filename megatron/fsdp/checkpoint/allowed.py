@@ -20,15 +20,9 @@ import types
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
+import numpy
 import torch
 from torch.distributed.checkpoint import filesystem, metadata, planner
-
-try:
-    import numpy as _installed_numpy
-except ImportError:  # torch works without it
-    numpy: Any = None
-else:
-    numpy = _installed_numpy
 
 # Objects and functions of these packages are represented by placeholders; none of their code runs.
 INERT = ("megatron", "transformer_engine", "transformer_engine_torch", "torch.nn", "torch._C._nn")
@@ -267,8 +261,6 @@ def _plain(kind: type) -> Callable[..., Any]:
 
 
 def _numpy_names() -> dict[str, Callable[..., Any]]:
-    if numpy is None:
-        return {}
     names: dict[str, Callable[..., Any]] = {NUMPY_DTYPE: plain_dtype, "numpy.ndarray": _empty_array}
     for core in ("numpy.core", "numpy._core"):
         names |= {f"{core}.multiarray._reconstruct": _empty_array, f"{core}.multiarray.scalar": _scalar}

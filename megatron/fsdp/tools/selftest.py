@@ -1,4 +1,4 @@
-"""Tries the engine on the machines that will train with it. Needs torch alone; about a minute.
+"""Tries the engine on the machines that will train with it. Needs no extra; about a minute.
 
     torchrun --nproc-per-node 8 -m megatron.fsdp.selftest [--out selftest.txt] [--folder SHARED]
 
@@ -40,7 +40,7 @@ from megatron.fsdp.sharding.strategy import INNER
 from megatron.fsdp.version import __version__
 
 STEPS, VOCABULARY, TOKENS = 4, 96, 33
-# Relative differences from DDP. Sums over ranks are taken in another order; bf16 has 8 bits.
+# Relative differences from DDP. Sums over ranks are taken in a different order; bf16 has 8 bits.
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
 
