@@ -38,9 +38,9 @@ CELL, CODE = re.compile(r"<td.*?</td>", re.DOTALL), re.compile(r"(?<=<code>)[^<]
 SEAM = re.compile(r"(?<=[^\W_])[._/=]+(?=[^\W_])")
 
 
-def words() -> int:
-    """The words of the documentation, without comments and the code in them."""
-    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+def words(*only: Path) -> int:
+    """The words of the documentation, or of these pages of it only, without comments and the code in them."""
+    pages = only or [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     return sum(len(re.sub(r"<!--.*?-->", "", page.read_text(), flags=re.DOTALL).split()) for page in pages)
 
 
