@@ -37,7 +37,7 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
     "step": (
         Column("step, ms", "step", spread=True),
         Column("/ FSDP2", "step", digits=2, reference="fsdp2", spread=True),
-        Column("/ original, ZeRO-3", "step", digits=2, reference="original-3", spread=True),
+        Column("/ NVIDIA's, ZeRO-3", "step", digits=2, reference="original-3", spread=True),
         Column("/ DDP", "step", digits=2, reference="ddp"),
         Column("forward", "forward"),
         Column("backward", "backward"),
@@ -61,7 +61,7 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         _mib("optimizer", "peak_optimizer"),
         _mib("peak of a step", "peak"),
         Column("/ FSDP2", "peak", digits=2, reference="fsdp2"),
-        Column("/ original, limited", "peak", digits=2, reference="original-3-limited"),
+        Column("/ NVIDIA's, limited", "peak", digits=2, reference="original-3-limited"),
         _mib("bound", "bound"),
     ),
     "copies": (

@@ -1,4 +1,4 @@
-"""Installs the original Megatron-FSDP from PyPI into a separate folder, because it has this project's import name.
+"""Installs NVIDIA's Megatron-FSDP from PyPI into a separate folder, because it has this project's import name.
 
 The repository contains none of its source. The installed copy is patched: device names and ``torch.cuda`` for the CPU,
 and imports of megatron-core, with which the pinned version is not always compatible.
@@ -74,7 +74,7 @@ def for_cpu(source: str, name: str) -> str:
         for pattern, replacement in REDUCTION:
             source, count = re.subn(pattern, replacement, source)
             if count != 1:
-                raise NotInstalled(f"{name} of the original: expected {pattern!r} once; found it {count} times")
+                raise NotInstalled(f"{name} of NVIDIA's package: expected {pattern!r} once; found it {count} times")
     return source
 
 

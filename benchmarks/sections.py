@@ -20,7 +20,7 @@ SECTIONS: dict[str, Section] = {
         "On a slow network",
         "Each rank is in a network namespace with 1 Gbit/s in both directions. *exposed* is the time that forward\n"
         "and backward take longer than without communication. *communication alone* is the time of the\n"
-        "collectives over the same units without compute (gloo's collectives; for ours, its sends and receives):\n"
+        "collectives over the same units without compute (gloo's; for this engine, its sends and receives):\n"
         "an all-gather and a reduction per unit for ZeRO-1 and 2, two all-gathers and a reduction for ZeRO-3, an\n"
         "all-reduce for DDP. *hidden* is 1 - exposed / communication alone. *could be hidden* is compute /\n"
         "communication alone, which no schedule can exceed.",
@@ -67,7 +67,7 @@ SECTIONS: dict[str, Section] = {
     ),
     "loop": Section(
         "Megatron's training loop",
-        "`pretrain_gpt.py` of this repository. The original here is the one inside megatron-core.",
+        "`pretrain_gpt.py` of this repository. NVIDIA's here is the one inside megatron-core.",
     ),
     "prediction": Section(
         "The planner's step times",

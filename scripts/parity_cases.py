@@ -92,8 +92,8 @@ class Case:
         only_fsdp: Further arguments for FSDP.
         overlaps: Whether FSDP overlaps communication with compute.
         has_norm: Whether both compute a gradient norm. Without clipping, Megatron computes it only with DDP.
-        orders: Further arguments of DDP, in which it adds gradients in another order. On average, losses must then be
-            as close to one of DDP's runs as these are to each other.
+        orders: Further arguments of DDP, in which it adds gradients in a different order. On average, losses must
+            then be as close to one of DDP's runs as these are to each other.
     """
 
     kind: str

@@ -6,7 +6,7 @@ The rules, and where they come from:
    or when the group is made (``registerMemPool`` in torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp).
 2. A pool is registered segment by segment, in the order of allocation. A symmetric window is registered by a collective
    of the communicator, for which all ranks must pass the same size (same function; NCCL's ncclCommWindowRegister). So
-   ranks that register other segments, or the same in another order of communicators, wait for each other forever.
+   ranks that register other segments, or the same in a different order of communicators, wait for each other forever.
 3. Every later segment of a registered pool is registered at its allocation, by that rank alone
    (``cacheAllocatorRegisterHook``, same file).
 4. Registering a pool twice has no effect on segments that are registered; deregistering one that is not registered is

@@ -1,6 +1,6 @@
 """The peers: the interface that each of them implements, and the table of all peers.
 
-Only rank processes import the modules of peers, because the original and this project have the same import name.
+Only rank processes import the modules of peers, because NVIDIA's package and this project have the same import name.
 """
 
 import importlib
@@ -77,7 +77,7 @@ class Peer:
 
     @property
     def needs_original(self) -> bool:
-        """Whether its rank processes import the original package."""
+        """Whether its rank processes import NVIDIA's package."""
         return self.module == "original"
 
 
@@ -90,18 +90,18 @@ PEERS: dict[str, Peer] = {
     "fsdp2-streams": Peer(
         "FSDP2, emulated streams, forward prefetch", "fsdp2", {"reshard": True, "streams": True}, cpu_only=True
     ),
-    **{f"original-{zero}": Peer(f"the original, ZeRO-{zero}", "original", {"zero": zero}) for zero in range(4)},
-    "original-3-limited": Peer("the original, ZeRO-3, limited prefetch", "original", {"zero": 3, "limited": True}),
-    "original-3-double": Peer("the original, ZeRO-3, double buffer", "original", {"zero": 3, "double": True}),
+    **{f"original-{zero}": Peer(f"NVIDIA's, ZeRO-{zero}", "original", {"zero": zero}) for zero in range(4)},
+    "original-3-limited": Peer("NVIDIA's, ZeRO-3, limited prefetch", "original", {"zero": 3, "limited": True}),
+    "original-3-double": Peer("NVIDIA's, ZeRO-3, double buffer", "original", {"zero": 3, "double": True}),
     "original-3-streams": Peer(
-        "the original, ZeRO-3, asynchronous reductions", "original", {"zero": 3, "streams": True}, cpu_only=True
+        "NVIDIA's, ZeRO-3, asynchronous reductions", "original", {"zero": 3, "streams": True}, cpu_only=True
     ),
     "deepspeed-3": Peer("DeepSpeed, ZeRO-3", "deepspeed", {}),
     "deepspeed-3-limited": Peer("DeepSpeed, ZeRO-3, limited buckets", "deepspeed", {"limited": True}),
-    **{f"ours-{zero}": Peer(f"ours, ZeRO-{zero}", "ours", {"zero": zero}) for zero in range(4)},
-    "ours-hsdp": Peer("ours, HSDP over two", "ours", {"zero": 3, "outer": 2}),
-    "ours-3-double": Peer("ours, ZeRO-3, double buffer", "ours", {"zero": 3, "double": True}),
-    "ours-3-fused": Peer("ours, ZeRO-3, mock of fused kernels", "ours", {"zero": 3, "fused": True}),
+    **{f"ours-{zero}": Peer(f"this engine, ZeRO-{zero}", "ours", {"zero": zero}) for zero in range(4)},
+    "ours-hsdp": Peer("this engine, HSDP over two", "ours", {"zero": 3, "outer": 2}),
+    "ours-3-double": Peer("this engine, ZeRO-3, double buffer", "ours", {"zero": 3, "double": True}),
+    "ours-3-fused": Peer("this engine, ZeRO-3, mock of fused kernels", "ours", {"zero": 3, "fused": True}),
 }
 
 

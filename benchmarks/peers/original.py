@@ -1,4 +1,4 @@
-"""The original Megatron-FSDP from PyPI. In its rank processes, ``megatron_fsdp`` is the original package.
+"""NVIDIA's Megatron-FSDP from PyPI. In its rank processes, ``megatron_fsdp`` is NVIDIA's package.
 
 Comments in ``build`` explain the settings that make the comparison fair.
 """
@@ -26,7 +26,7 @@ def build(job: Job, zero: int, limited: bool = False, double: bool = False, **ho
     import megatron_fsdp as original
 
     if not hasattr(original, "__version__"):
-        raise RuntimeError(f"expected the original megatron_fsdp; got {original.__file__}")
+        raise RuntimeError(f"expected NVIDIA's megatron_fsdp; got {original.__file__}")
     if how.get("streams"):
         streams.asynchronous = True
     model = build_model(job.shape, job.low_precision, job.device)
@@ -49,7 +49,7 @@ def build(job: Job, zero: int, limited: bool = False, double: bool = False, **ho
         device=torch.device(job.device) if job.device == "cpu" else None,
     )
     if limited:
-        # The original's rule, without its lower bound of a billion elements.
+        # NVIDIA's rule, without its lower bound of a billion elements.
         sharded.suggested_AG_prefetch_size, sharded.suggested_RS_queue_capacity = unit, 2 * unit
     return Built(sharded, _optimizer(original, sharded), loss_divisor=job.ranks)
 

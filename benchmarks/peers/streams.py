@@ -1,12 +1,12 @@
 """GPU streams, emulated on a CPU with gloo's asynchronous collectives.
 
-torch's CPU streams and events do nothing, so a collective that FSDP2 or the original issues on a side stream blocks the
-computation, unlike on a GPU. Here, a side stream keeps a list of the collectives that were started on it. The host
+torch's CPU streams and events do nothing, so a collective that FSDP2 or NVIDIA's engine issues on a side stream blocks
+the computation, unlike on a GPU. Here, a side stream keeps a list of the collectives that were started on it. The host
 waits for them only when the code makes another stream or the host wait. So these peers overlap as much as their
 schedule allows, and blocking calls of gloo do not distort the comparison.
 
-This module also replaces ``torch.cuda`` in the copy of the original for the CPU. Nothing is asynchronous there unless
-:data:`asynchronous` is set.
+This module also replaces ``torch.cuda`` in the copy of NVIDIA's engine for the CPU. Nothing is asynchronous there
+unless :data:`asynchronous` is set.
 """
 
 import contextlib
@@ -147,7 +147,7 @@ def _is_done(action: Action) -> bool:
     return isinstance(work, dist.Work) and work.is_completed()
 
 
-# Functions that the patched copy of the original calls -------------------------------------------------------------
+# Functions that the patched copy of NVIDIA's engine calls -------------------------------------------------------------
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ With world size 1, collectives run over NCCL. On the fake process group, one pro
 and communication takes no time. Only one peer uses the device at a time, because of its memory; turns are interleaved
 nevertheless.
 
-By default a run compares ZeRO-3 with FSDP2 and the original in 8 minutes. With --full, all peers are measured in all
+By default a run compares ZeRO-3 with FSDP2 and NVIDIA's engine in 8 minutes. With --full, all peers are measured in all
 settings: each run measures one case, in 8 minutes as well, and the next run with --add measures the next one.
 """
 

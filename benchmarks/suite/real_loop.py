@@ -1,4 +1,4 @@
-"""Tokens per second in Megatron's training loop (pretrain_gpt.py) with ours, the original in megatron-core, and DDP."""
+"""Tokens per second in Megatron's training loop (pretrain_gpt.py) with this engine, that of megatron-core, and DDP."""
 
 import re
 import statistics
@@ -30,7 +30,7 @@ def fsdp_flags(zero: int, original: bool) -> list[str]:
     """Megatron's flags for FSDP with a ZeRO stage, by this project or by megatron-core."""
     flags = "--use-megatron-fsdp --ckpt-format fsdp_dtensor --overlap-grad-reduce --overlap-param-gather".split()
     flags += ["--data-parallel-sharding-strategy", STRATEGIES[zero]]
-    # Over gloo, the original can sum gradients but not average them.
+    # Over gloo, NVIDIA's engine can sum gradients but not average them.
     return [*flags, "--fsdp-implementation", "megatron-core", "--calculate-per-token-loss"] if original else flags
 
 

@@ -37,7 +37,7 @@ for step in range(6):
     if rank == 0:
         print(f"step {step}: loss {loss.item() / ranks:.5f}", flush=True)
     if step % 3 == 2:
-        prompt = torch.arange(7, 10 + 2 * rank, device=device)[None]  # of another length on each rank
+        prompt = torch.arange(7, 10 + 2 * rank, device=device)[None]  # of a different length on each rank
         with sharded.unsharded():  # every rank holds all weights: forwards do not communicate
             answer = model.generate(prompt, do_sample=False, max_new_tokens=4 + 3 * rank, pad_token_id=0)
         print(f"step {step}, rank {rank}: {answer[0].tolist()}\n", end="", flush=True)

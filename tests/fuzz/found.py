@@ -115,7 +115,7 @@ FOUND: dict[str, Program] = {
         Setting(strategy=0),
         [step("other_model"), step("resume", strategy=3, units="block", kind="full"), step("teach", how="lerp_")],
     ),
-    # A backward of some blocks, whose ranks differ, gathers again what another has resharded; units run in another
+    # A backward of some blocks, whose ranks differ, gathers again what another has resharded; units run in a different
     # order
     # than they are registered in, and the first forward was another one.
     "gathered_for_a_backward_out_of_the_registered_order": Program(

@@ -49,7 +49,7 @@ class Side:
         kept: What steps leave for later ones: states, averages, handles of hooks.
         copied: Whether a loss was computed with a copy of the weights.
         uneven: Whether ranks have run different blocks.
-        reordered: Whether ranks have run blocks in another order than that of their registration.
+        reordered: Whether ranks have run blocks in a different order than that of their registration.
     """
 
     plain = True

@@ -1,7 +1,7 @@
-"""Megatron's training loop with DDP, with the FSDP inside megatron-core and with ours.
+"""Megatron's training loop with DDP, with the FSDP inside megatron-core and with this engine.
 
-``compare`` runs a small model, ours with more options too, several runs at once. ``speed`` runs a model with a billion
-parameters, one run at a time.
+``compare`` runs a small model, this engine with more options too, several runs at once. ``speed`` runs a model with a
+billion parameters, one run at a time.
 """
 
 import math
@@ -34,23 +34,23 @@ OURS = """--use-megatron-fsdp --ckpt-format fsdp_dtensor --overlap-grad-reduce -
 UNFUSED = ["--no-gradient-accumulation-fusion"]
 # Needed where neither Transformer Engine nor Apex is installed.
 WITHOUT_ENGINE = ["--no-persist-layer-norm", "--no-masked-softmax-fusion"]
-SAVED, RESUMED, TWO_RANKS = "ours, saved", "ours, resumed", "ours, two ranks"
+SAVED, RESUMED, TWO_RANKS = "this engine, saved", "this engine, resumed", "this engine, two ranks"
 PRECISION_AWARE = ["--use-precision-aware-optimizer", "--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16"]
 ENGINE = ("transformer_engine",)
 FP8 = ("delayed", "tensorwise", "blockwise")
 # By name: the flags, and the packages that they need. Losses are compared with those of DDP in the same precision.
 RUNS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "DDP": ([*DDP, *UNFUSED], ()),
-    "the original": ([*OURS, *UNFUSED, "--fsdp-implementation", "megatron-core"], ("einops",)),
-    "ours": ([*OURS, *UNFUSED], ()),
+    "NVIDIA's": ([*OURS, *UNFUSED, "--fsdp-implementation", "megatron-core"], ("einops",)),
+    "this engine": ([*OURS, *UNFUSED], ()),
     # With half of the batch for each.
     TWO_RANKS: ([*OURS, *UNFUSED], ()),
-    "ours, gradient fusion": (OURS, (*ENGINE, "fused_weight_gradient_mlp_cuda")),
-    "ours, precision-aware optimizer": ([*OURS, *UNFUSED, *PRECISION_AWARE], ENGINE),
+    "this engine, gradient fusion": (OURS, (*ENGINE, "fused_weight_gradient_mlp_cuda")),
+    "this engine, precision-aware optimizer": ([*OURS, *UNFUSED, *PRECISION_AWARE], ENGINE),
     **{
         f"{name}, fp8 {recipe}": ([*flags, *UNFUSED, "--fp8-format", "hybrid", "--fp8-recipe", recipe], ENGINE)
         for recipe in FP8
-        for name, flags in (("DDP", DDP), ("ours", OURS))
+        for name, flags in (("DDP", DDP), ("this engine", OURS))
     },
     # The second begins in the middle of the first, with its weights and its optimizer's state.
     SAVED: ([*OURS, *UNFUSED], ()),
@@ -90,14 +90,14 @@ def compare(setup: Setup) -> Verdict:
 
 
 def speed(setup: Setup) -> Verdict:
-    """Time per iteration, TFLOP/s and peak memory of DDP, the original and ours, in turns.
+    """Time per iteration, TFLOP/s and peak memory of DDP, NVIDIA's and this engine, in turns.
 
     Raises:
         Skipped: Megatron's training loop is not installed.
     """
     _need_megatron()
     end = time.monotonic() + setup.seconds - 20
-    names = [name for name in ("DDP", "the original", "ours") if not missing(RUNS[name][1])]
+    names = [name for name in ("DDP", "NVIDIA's", "this engine") if not missing(RUNS[name][1])]
     turns: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory() as folder:
         width, layers, length = (64, 2, 64) if setup.dry_run else (2048, 16, 4096)
@@ -143,8 +143,8 @@ def summary(figures: dict[str, Any]) -> Verdict:
             if not math.isclose(loss, other, rel_tol=TOLERANCE):
                 problems.append(f"{name}: the loss of iteration {number + 1} is {loss}; DDP's is {other}")
                 break
-        peak, of_bf16 = found.get("peak_mb", math.nan), figures.get("ours", {}).get("peak_mb", math.nan)
-        if name.startswith("ours, fp8") and peak > MEMORY_OF_FP8 * of_bf16:
+        peak, of_bf16 = found.get("peak_mb", math.nan), figures.get("this engine", {}).get("peak_mb", math.nan)
+        if name.startswith("this engine, fp8") and peak > MEMORY_OF_FP8 * of_bf16:
             problems.append(f"{name}: the peak is {peak:.1f} MB; in bf16 it is {of_bf16:.1f} MB")
     ran = [name for name, found in figures.items() if "losses" in found]
     peaks = ", ".join(f"{name} {figures[name]['peak_mb']:.0f} MB" for name in ran)

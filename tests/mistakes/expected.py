@@ -81,5 +81,5 @@ OF_TORCH = {
     "A checkpoint that was not written to its end",
     "The checkpoint of another model",
     "A file of torch.save as a checkpoint's folder",
-    "The checkpoint of a model of another size",
+    "The checkpoint of a model of a different size",
 }

@@ -51,7 +51,8 @@ BUDGETS = {
 # Phrases, as regular expressions, and the word that people of this field search for. A line may end at a space.
 WORDS = {
     "[Ww]hole (weight|tensor|state|parameter|gradient|matri|buffer|compute weight)": "full",
-    "[Aa](nother) (number of|strategy|dtype|process group)": "a different",
+    "[Aa](nother) (number of|strategy|dtype|process group|order|shape|size|length)": "a different",
+    "the (original)(,? (Megatron-FSDP|engine|package|ZeRO))": "NVIDIA's",
     "[Dd]ivided? (between|over|among|across) (the |all )?ranks": "split, sharded",
     "[Ss]tand-in": "mock, fake, placeholder",
     "matrix (product)": "matmul",

@@ -87,7 +87,7 @@ def test_the_page_has_a_section_for_every_benchmark() -> None:
     made = report.page(results)
     assert list(SECTIONS) == ["targets", *BENCHMARKS, "machine"]
     assert [line for line in made.split("\n") if line.startswith("## ")] == [f"## {s.title}" for s in SECTIONS.values()]
-    assert "| ours, ZeRO-3 |" in made
+    assert "| this engine, ZeRO-3 |" in made
     assert "* a &lt;note>" in made
     assert "pictures/step-0.png" in made
     assert "*Skipped: needs a CUDA device.*" in made

@@ -217,7 +217,7 @@ class Latent(Base):
 class Around(nn.Module):
     """Draws for itself before, between and after its layers, whose numbers it replaces, and ends with one for nothing.
 
-    The layers are registered in another order than that in which they are built.
+    The layers are registered in a different order than that in which they are built.
     """
 
     def __init__(self) -> None:

@@ -128,21 +128,22 @@ def _run(*losses: float) -> dict[str, Any]:
 def test_losses_of_megatron_are_compared() -> None:
     same = {name: _run(5.0, 4.0) for name in RUNS}
     assert summary(same).outcome == "passed"
-    assert summary({**same, "ours": _run(5.0, 4.2)}).line == "ours: the loss of iteration 2 is 4.2; DDP's is 4.0"
-    assert summary({**same, "ours": _run(5.0, float("nan"))}).outcome == "failed"
-    fp8 = {**same, "ours, fp8 delayed": _run(5.0, 4.5)}
-    assert summary(fp8).line == "ours, fp8 delayed: the loss of iteration 2 is 4.5; DDP's is 4.0"
+    line = "this engine: the loss of iteration 2 is 4.2; DDP's is 4.0"
+    assert summary({**same, "this engine": _run(5.0, 4.2)}).line == line
+    assert summary({**same, "this engine": _run(5.0, float("nan"))}).outcome == "failed"
+    fp8 = {**same, "this engine, fp8 delayed": _run(5.0, 4.5)}
+    assert summary(fp8).line == "this engine, fp8 delayed: the loss of iteration 2 is 4.5; DDP's is 4.0"
     assert summary({**fp8, "DDP, fp8 delayed": _run(5.0, 4.49)}).outcome == "passed"
-    assert summary({**same, "the original": {"error": "out of memory"}}).line == "the original: out of memory"
-    assert summary({**same, "ours": {"not run": "no time was left"}}).line.startswith("13 of 14 runs")
-    assert summary({**same, "ours, resumed": _run(4.0)}).outcome == "passed", "it begins in the middle"
-    late = "ours, resumed: the loss of iteration 2 is 4.2; DDP's is 4.0"
-    assert summary({**same, "ours, resumed": _run(4.2)}).line == late
+    assert summary({**same, "NVIDIA's": {"error": "out of memory"}}).line == "NVIDIA's: out of memory"
+    assert summary({**same, "this engine": {"not run": "no time was left"}}).line.startswith("13 of 14 runs")
+    assert summary({**same, "this engine, resumed": _run(4.0)}).outcome == "passed", "it begins in the middle"
+    late = "this engine, resumed: the loss of iteration 2 is 4.2; DDP's is 4.0"
+    assert summary({**same, "this engine, resumed": _run(4.2)}).line == late
     # Without DDP's losses nothing has been compared.
     assert summary({**same, "DDP": {"not run": "no time was left"}}).outcome == "failed"
-    assert summary({**same, "ours": _run(5.0)}).outcome == "failed"
-    much = summary({**same, "ours, fp8 delayed": {**_run(5.0, 4.0), "peak_mb": 2.5}})
-    assert much.line == "ours, fp8 delayed: the peak is 2.5 MB; in bf16 it is 2.0 MB"
+    assert summary({**same, "this engine": _run(5.0)}).outcome == "failed"
+    much = summary({**same, "this engine, fp8 delayed": {**_run(5.0, 4.0), "peak_mb": 2.5}})
+    assert much.line == "this engine, fp8 delayed: the peak is 2.5 MB; in bf16 it is 2.0 MB"
 
 
 def test_checks_go_on_where_the_last_run_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -170,7 +170,7 @@ class Expert(nn.Linear):
 
 
 class Block(nn.Module):
-    """Dense layers and an expert, which may have another size on other expert-parallel ranks."""
+    """Dense layers and an expert, which may have a different size on other expert-parallel ranks."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()

@@ -272,7 +272,7 @@ def test_fsdp2_raises_for_divided_matrices() -> None:
             optimizer.step()
 
 
-# State of another shape than its parameter's ----------------------------------------------------------------------
+# State of a different shape than its parameter's ----------------------------------------------------------------------
 
 
 @on_ranks(4)

@@ -109,7 +109,7 @@ def _trains(recipe: str, strategy: str) -> None:
         optimizer.zero_grad()
         assert loss.item() == pytest.approx(expected_loss, rel=1e-3)
         for place, weight in weights.items():
-            # Before the first step, nothing has been computed in another order.
+            # Before the first step, nothing has been computed in a different order.
             same = torch.equal if number == 0 else torch.allclose
             assert same(model.seen[place], weight), (number, place)
     assert not torch.equal(expected[0][1]["up"], expected[-1][1]["up"])

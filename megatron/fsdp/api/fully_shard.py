@@ -258,7 +258,7 @@ def fully_shard_optimizer(
         synchronized yet, unless called with ``zero_grad_buffer=False``.
 
     Raises:
-        ValueError: No parameter belongs to a sharded model, existing state has another shape than its parameter, or
+        ValueError: No parameter belongs to a sharded model, existing state has a different shape than its parameter, or
             the optimizer uses full matrices or parameters that are split between ranks.
         NotImplementedError: The optimizer's class does not work on shards of parameters, or is not registered.
     """

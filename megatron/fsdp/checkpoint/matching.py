@@ -154,7 +154,7 @@ def report(found: Match, unexpected: Sequence[str], metadata: Metadata, strictne
     kinds = (
         (len(missing), "missing", hints, strictness.missing),
         (len(unexpected), f"unexpected{strictness.why}", unexpected[:SHOWN], strictness.unexpected),
-        (len(misshaped), "of another shape", shapes, Reaction.RAISE),
+        (len(misshaped), "of a different shape", shapes, Reaction.RAISE),
     )
     text = "\n".join(
         f"{count} {'key' if count == 1 else 'keys'} {kind}:\n  " + "\n  ".join(lines)

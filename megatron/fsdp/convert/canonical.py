@@ -59,7 +59,7 @@ class TrainingState:
         source: Identifies the files that are read: another conversion's unfinished files are not reused.
 
     Raises:
-        ValueError: A state does not belong to a weight or has another shape, or a parameter has no group.
+        ValueError: A state does not belong to a weight or has a different shape, or a parameter has no group.
     """
 
     weights: Tensors

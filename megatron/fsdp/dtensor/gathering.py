@@ -195,7 +195,7 @@ def _needs_torch(tensor: DTensor) -> bool:
     dims = [dim for _, dim in sharded_axes(tensor)]
     if len(set(dims)) == len(dims) and not any(isinstance(placement, _StridedShard) for placement in placements):
         return False
-    # Several axes divide one dimension. If a rank has another shape than torch gives it, all ranks must know that.
+    # Several axes divide one dimension. If a rank has a different shape than torch gives it, all ranks must know that.
     shape, _ = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
     even = torch.tensor(float(tuple(tensor._local_tensor.shape) == tuple(shape)))
     return bool(reduce_over(even, dist.ReduceOp.MIN, mesh, range(mesh.ndim)))

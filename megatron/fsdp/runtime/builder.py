@@ -254,8 +254,8 @@ def _install(engine: Engine, blueprint: Blueprint) -> None:
 def creation_order(part: UnitPart, follow_recording: bool) -> list[UnitPart]:
     """Return units in the order in which their parameters are initialized.
 
-    It is that of :meth:`UnitPart.walk`, except where the model was built in another order. Random numbers are drawn in
-    the order of building, so a unit comes after those inside it if it has the last parameter: the others need not be
+    It is that of :meth:`UnitPart.walk`, except where the model was built in a different order. Random numbers are drawn
+    in the order of building, so a unit comes after those inside it if it has the last parameter: the others need not be
     drawn twice.
 
     Args:

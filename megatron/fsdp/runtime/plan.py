@@ -58,7 +58,7 @@ class Plan:
 
     Attributes:
         requested: The operations.
-        direction: That of the pass. Only a backward issues operations in another order than they are requested in.
+        direction: That of the pass. Only a backward issues operations in a different order than they are requested in.
         order: Indices into ``requested`` in the order in which operations are issued.
         repeated: Indices of operations that ``requested`` has earlier, too. Their unit is gathered again on every rank.
         issued: How many operations of ``order`` have been issued.

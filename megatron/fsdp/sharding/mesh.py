@@ -257,7 +257,7 @@ def submesh(mesh: DeviceMesh, names: tuple[str, ...], argument: str = "") -> Dev
         argument: The argument that the names are from, for the error message.
 
     Raises:
-        ValueError: A name is not an axis of the mesh, or the axes are in another order. The message says what to write.
+        ValueError: A name is not an axis of the mesh, or the axes are in a different order. The message has a remedy.
     """
     axes = mesh.mesh_dim_names or ()
     if names == tuple(axes):

@@ -19,8 +19,8 @@ import torch
 # Names the folder of the recording, in the environment of ranks.
 RECORD = "MEGATRON_FSDP_RECORD"
 
-# Relative differences that another order of summation may cause: of a number, and of a tensor's elements relative to
-# its largest element.
+# Relative differences that a different order of summation may cause: of a number, and of a tensor's elements
+# relative to its largest element.
 TOLERANCES = {"fp64": (1e-9, 1e-8), "fp32": (5e-6, 1e-4), "bf16": (1e-2, 5e-2)}
 # A tensor's gradients are judged relative to its largest one or, if that is below this fraction of the model's largest
 # one, relative to this fraction: all of them may be rounding errors.

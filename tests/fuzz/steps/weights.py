@@ -56,7 +56,7 @@ def _draw(parameter: nn.Parameter) -> None:
     """Initialize a parameter with numbers that are the same on all ranks, which have seeds of their own."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
-        # A transposed weight is contiguous after sharding, where draws fill it in another order.
+        # A transposed weight is contiguous after sharding, where draws fill it in a different order.
         drawn = nn.init.normal_(
             parameter if parameter.is_contiguous() else torch.empty(parameter.shape, dtype=parameter.dtype), std=0.3
         )

@@ -351,7 +351,7 @@ def test_every_shape_is_compared(case: str, tmp_path: Path) -> None:
                 changed = readable(lazily(files | {name: torch.zeros(shape)}), {})
                 with pytest.raises(ValueError, match=f"expected {re.escape(str(tuple(tensor.shape)))}"):
                     to_megatron(changed, model, "local", PADDED)
-    with pytest.raises(ValueError, match=f"{len(files)} tensors have another shape"):
+    with pytest.raises(ValueError, match=f"{len(files)} tensors have a different shape"):
         wrong = {name: torch.zeros([size + 2 for size in tensor.shape]) for name, tensor in files.items()}
         to_megatron(readable(lazily(wrong), {}), model, "local", PADDED)
 
@@ -362,7 +362,7 @@ def test_every_shape_is_compared(case: str, tmp_path: Path) -> None:
 def test_a_config_of_another_size(change: dict[str, int], tmp_path: Path) -> None:
     save("llama", tmp_path)
     config = read_config(tmp_path) | change
-    with pytest.raises(ValueError, match="another shape than expected from config.json"):
+    with pytest.raises(ValueError, match="a different shape than expected from config.json"):
         to_megatron(readable(read_weights(tmp_path), config), from_config(config), "local", PADDED)
 
 

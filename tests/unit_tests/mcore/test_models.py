@@ -202,7 +202,7 @@ def _with_ends_as_units(folder: str) -> None:
         found = _trained_with_ends(folder, in_root=False)
         for name, weight in expected[0].items():
             assert torch.equal(found[0][name], weight), name
-            # Shards are others, so that the norm that clips is a sum in another order.
+            # Shards are others, so that the norm that clips is a sum in a different order.
             torch.testing.assert_close(found[1][name], expected[1][name], rtol=1e-4, atol=1e-5)
             assert not torch.equal(expected[1][name], weight), name
         assert all(isinstance(one, type) for one in units_of(mm.gpt(mm.transformer_config()))), "tied ones in the root"

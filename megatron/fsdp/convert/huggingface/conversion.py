@@ -107,7 +107,7 @@ def to_megatron(
         dtype: Of the weights; None keeps their dtypes.
 
     Raises:
-        ValueError: Tensors are missing, unknown or of another shape. The message lists all of them.
+        ValueError: Tensors are missing, unknown or of a different shape. The message lists all of them.
     """
     layers = {int(match[1]) for name in tensors if (match := _LAYER.match(name))}
     model, notes = _with_present_layers(model, sum(layer >= model.sizes.layers for layer in layers))
@@ -156,7 +156,7 @@ def to_huggingface(tensors: Tensors, model: Model, dtype: torch.dtype | None = N
         dtype: Of the weights; None keeps their dtypes.
 
     Raises:
-        ValueError: Tensors are missing, unknown or of another shape. The message lists all of them.
+        ValueError: Tensors are missing, unknown or of a different shape. The message lists all of them.
     """
     present = {match[1] for name in tensors if (match := _FURTHER_LAYER.match(name))}
     model, notes = _with_present_layers(model, len(present))
@@ -235,7 +235,7 @@ def _require_shapes(tensors: Tensors, known: Iterable[Link], source: str) -> Non
     ]
     if wrong:
         lines = "\n  ".join(wrong)
-        raise ValueError(f"{len(wrong)} tensors have another shape than expected from {source}:\n  {lines}")
+        raise ValueError(f"{len(wrong)} tensors have a different shape than expected from {source}:\n  {lines}")
 
 
 def _require_all(model: Model, missing: Iterable[str], unknown: Iterable[str]) -> None:

@@ -15,7 +15,7 @@ def to_huggingface_names(model: Model) -> Callable[[str, torch.Tensor], list[tup
     """Return a function that converts a full parameter to Hugging Face's tensors, on the parameter's device.
 
     The function takes the parameter's canonical name, where a gated layer's halves are one tensor. It raises ValueError
-    for a name that no table has, and for a tensor of another shape than the model's.
+    for a name that no table has, and for a tensor of a different shape than the model's.
     """
     table: dict[str, list[Link]] = {}
     for link in links(model, "local"):

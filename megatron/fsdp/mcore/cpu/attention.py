@@ -1,4 +1,4 @@
-"""Context parallelism, and values of another size than keys, for Megatron-Core's own attention.
+"""Context parallelism, and values of a different size than keys, for Megatron-Core's own attention.
 
 Megatron-Core leaves both to Transformer Engine. The results here are exact, but every rank gathers all keys and values.
 
@@ -24,7 +24,7 @@ def initialize(
     v_channels: int | None = None,
     **kwargs: Any,
 ) -> None:
-    """Initialize attention for any context-parallel size, and for values of another size than keys."""
+    """Initialize attention for any context-parallel size, and for values of a different size than keys."""
     accepted = copy.copy(config)
     accepted.context_parallel_size = 1
     original(self, accepted, *args, **kwargs)

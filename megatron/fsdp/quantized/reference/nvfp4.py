@@ -86,7 +86,7 @@ class NVFP4Storage(ReferenceStorage):
     def _encode(self, shard: WeightShard, values: torch.Tensor) -> None:
         blocks = values.unflatten(0, (-1, self.rows)).unflatten(2, (-1, _BLOCK))
         of_weight = divide(_LARGEST_SCALED, _state(shard)["largest"])
-        # Not `amax / 6 * of_weight`, which would round in another order.
+        # Not `amax / 6 * of_weight`, which would round in a different order.
         scales = blocks.abs().amax((1, 3), keepdim=True) * (of_weight * (1 / _LARGEST))
         stored = to_e4m3(scales)
         multiplier = divide(1.0, stored.view(E4M3).float() * divide(1.0, of_weight))

@@ -399,7 +399,7 @@ class _Attention(torch.autograd.Function):
         result = query.new_empty(tokens, batch, heads * value.shape[-1])
         ctx.save_for_backward(query, key, value, result, query.new_empty(tokens, batch, heads, dtype=torch.float32))
         ctx.entries = entries
-        # Two products of tokens x tokens, of which a causal mask leaves half.
+        # Two matmuls of tokens x tokens, of which a causal mask leaves half.
         ctx.flops = batch * heads * tokens * key.shape[0] * (channels + value.shape[-1])
         entries.append(_cost(ctx.flops, query, key, value, result))
         return result
@@ -408,7 +408,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         query, key, value, result, _ = ctx.saved_tensors
         made = [torch.empty_like(tensor) for tensor in (query, key, value)]
-        # Five products instead of two: the scores are computed again.
+        # Five matmuls instead of two: the scores are computed again.
         ctx.entries.append(_cost(ctx.flops * 5 // 2, query, key, value, result, *made))
         return None, *made
 
