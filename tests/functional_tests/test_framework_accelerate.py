@@ -373,8 +373,9 @@ def test_what_does_not_work_raises_an_error() -> None:
         FSDPAccelerator(cpu=True).join_uneven_inputs([])
 
 
-def test_the_page_translates_every_key_of_fsdp_config() -> None:
+def test_the_page_translates_fsdp_config() -> None:
     from accelerate.commands.launch import launch_command_parser
+    from accelerate.utils.constants import FSDP_AUTO_WRAP_POLICY, FSDP_SHARDING_STRATEGY
     from transformers import TrainingArguments
 
     options = {option for action in launch_command_parser()._actions for option in action.option_strings}
@@ -382,6 +383,7 @@ def test_the_page_translates_every_key_of_fsdp_config() -> None:
     table = page.partition("| accelerate's `fsdp_config` | here |")[2].partition("\n\n")[0]
     translated = set(re.findall(r"fsdp_\w+", "".join(row.split("|")[1] for row in table.splitlines()[2:])))
     assert {option[2:] for option in options if option.startswith("--fsdp_")} - translated == set()
+    assert [name for name in FSDP_AUTO_WRAP_POLICY + FSDP_SHARDING_STRATEGY if f"{name}`" not in table] == []
     keys = TrainingArguments.__doc__.partition("fsdp_config (`str`")[2].partition("> DeepSpeed")[0]  # type: ignore[union-attr]
     of_trainer = set(re.findall(r"- (?!xla)(\w+) \(`", keys)) - {name.removeprefix("fsdp_") for name in translated}
     assert of_trainer == {"cpu_offload"} and "`cpu_offload` is `fsdp_offload_params`" in page

@@ -54,7 +54,7 @@ def check_class(name: str, parameter: nn.Parameter) -> None:
     own = [base for base in cls.__mro__[: cls.__mro__.index(torch.Tensor)] if base is not nn.Parameter]
     if any(vars(base).keys() & set(dir(torch.Tensor)) - _HARMLESS for base in own):
         raise NotImplementedError(
-            f"{where}, a tensor subclass that keeps its values in another way than a plain tensor (quantized, for "
+            f"{where}, a tensor subclass that keeps its values differently from a plain tensor (quantized, for "
             "example). Sharding it is not supported, and it would never be trained. Shard the model before it is "
             "converted, or convert its parameters to plain tensors."
         )

@@ -112,7 +112,7 @@ class Staging:
     def _require_absent(self) -> None:
         if not is_remote(self.path) and self.path == Path.cwd():
             raise FileExistsError(
-                f"{self.path}: expected another folder than the current one, which cannot be replaced. Give a new name."
+                f"{self.path}: expected a folder other than the current one, which cannot be replaced. Give a new name."
             )
         if self._is_there():
             raise FileExistsError(f"{self.path}: expected no such folder yet, or an empty one; it has contents.")

@@ -18,7 +18,7 @@ _CALL = (
     "list. " + _GATHER
 )
 BEFORE = "Tie, parametrize, prune and normalize weights before the model is sharded."
-_COLLECTIVE = "every rank has another shard, and gradients are averaged over the ranks already. "
+_COLLECTIVE = "every rank has a different shard, and gradients are averaged over the ranks already. "
 _HOOKS = (
     "In place of register_multi_grad_hook and _apply_optimizer_in_backward, use register_post_accumulate_grad_hook of "
     "each parameter."

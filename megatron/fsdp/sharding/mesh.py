@@ -121,7 +121,7 @@ class MeshIndex:
         if hybrid_fsdp_group is not None and dp_outer_dim is None:
             raise ValueError("hybrid_fsdp_group spans two axes, so it needs dp_outer_dim, the name of the outer one.")
         if dp_shard_dim is not None and dp_shard_dim in (dp_outer_dim, tp_dim):
-            raise ValueError(f"dp_shard_dim: expected another axis than dp_outer_dim and tp_dim; got {dp_shard_dim!r}.")
+            raise ValueError(f"dp_shard_dim: expected an axis other than dp_outer_dim, tp_dim; got {dp_shard_dim!r}.")
         given = {"dp_shard_dim": dp_shard_dim, "dp_outer_dim": dp_outer_dim, "tp_dim": tp_dim}
         for argument, name in given.items():
             if name is not None:

@@ -436,6 +436,6 @@ def test_a_link_is_followed_and_the_current_folder_is_refused(tmp_path: Path, mo
         assert (tmp_path / name / ".metadata").is_file() and (tmp_path / f"link to {name}").is_symlink()
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    with pytest.raises(FileExistsError, match="here: expected another folder than the current one"):
+    with pytest.raises(FileExistsError, match="here: expected a folder other than the current one"):
         write_checkpoint_of(Path(), {"a": torch.ones(2)})
     assert not [path for path in tmp_path.iterdir() if path.name.endswith(".partial")]
