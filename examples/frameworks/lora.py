@@ -26,9 +26,15 @@ if torch.cuda.is_available():
 dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
 rank, ranks = dist.get_rank(), dist.get_world_size()
 
-torch.manual_seed(0)  # stands for from_pretrained: the same base on all ranks
-size = {"hidden_size": 40, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-base = LlamaForCausalLM(LlamaConfig(vocab_size=61, **size)).to(device)
+
+def load_base() -> LlamaForCausalLM:
+    """Stands for ``from_pretrained``: the same base on all ranks."""
+    torch.manual_seed(0)
+    size = {"hidden_size": 40, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=61, **size))
+
+
+base = load_base().to(device)
 if args.resume:
     model = peft.PeftModel.from_pretrained(base, args.folder, is_trainable=True)
 else:
@@ -48,12 +54,8 @@ for step in range(5):
         print(f"step {step}: loss {loss.item() / ranks:.5f}", flush=True)
 
 adapters = {name: value.full_tensor() for name, value in peft.get_peft_model_state_dict(model).items()}  # a collective
-with sharded.unsharded():  # every rank holds all weights
-    whole = {name: parameter.clone() for name, parameter in model.named_parameters()}
 if rank == 0:
-    model.save_pretrained(args.folder, state_dict=whole)  # writes the adapters only
-    base = LlamaForCausalLM(base.config)
-    merged = peft.get_peft_model(base, model.peft_config["default"])
-    merged.load_state_dict(whole)
-    merged.merge_and_unload().save_pretrained(args.folder / "merged")
+    model.save_pretrained(args.folder, state_dict=adapters)
+    merged = peft.PeftModel.from_pretrained(load_base(), args.folder).merge_and_unload()
+    merged.save_pretrained(args.folder / "merged")
 dist.destroy_process_group()
