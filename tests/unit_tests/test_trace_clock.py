@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.fsdp.tools.trace.clock import CudaClock, HostClock, Offset, SyncPoint, clock_of, meet, offset
+from megatron.fsdp.tools.trace.clock import CudaClock, HostClock, Offset, SyncPoint, clock_of, offset, synchronize
 from tests.models import device
 from tests.ranks import RankPool
 
@@ -35,7 +35,7 @@ def test_offset_needs_sync_points() -> None:
 def _shifted(nanoseconds: int) -> list[SyncPoint]:
     """Sync points of two ranks, the second of which has a shifted clock."""
     ahead = nanoseconds * dist.get_rank()
-    return [SyncPoint(m.before + ahead, m.after + ahead) for m in meet(dist.group.WORLD, device())]
+    return [SyncPoint(m.before + ahead, m.after + ahead) for m in synchronize(dist.group.WORLD, device())]
 
 
 def test_sync_points_give_the_offset(ranks: RankPool) -> None:

@@ -21,7 +21,7 @@ aten = torch.ops.aten
 # Elements of the operands of operators that are not matmuls, from launch-bound to larger than caches.
 _SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 21)
 # Rows, columns and inner dimension of matmuls.
-_PRODUCTS = ((16, 16, 16), (64, 64, 64), (128, 256, 128), (256, 512, 512), (512, 1024, 1024), (1024, 2048, 1024))
+_MATMULS = ((16, 16, 16), (64, 64, 64), (128, 256, 128), (256, 512, 512), (512, 1024, 1024), (1024, 2048, 1024))
 _MESSAGES = (1 << 12, 1 << 16, 1 << 20, 1 << 23)
 
 
@@ -75,7 +75,7 @@ def _cases(dtype: torch.dtype, device: torch.device) -> Iterator[Callable[[], An
     def make(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device=device).to(dtype)
 
-    for rows, columns, inner in _PRODUCTS:
+    for rows, columns, inner in _MATMULS:
         a, b, c = make(rows, inner), make(inner, columns), make(columns)
         yield lambda a=a, b=b: aten.mm(a, b)  # type: ignore[misc]
         yield lambda a=a, b=b, c=c: aten.addmm(c, a, b)  # type: ignore[misc]

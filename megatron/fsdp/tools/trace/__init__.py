@@ -21,7 +21,7 @@ from torch import nn
 from megatron.fsdp.comm.backends import moves_data
 from megatron.fsdp.module import ShardedModel
 from megatron.fsdp.runtime.engine import Engine, engines_of
-from megatron.fsdp.tools.trace.clock import SyncPoint, clock_of, meet, offset
+from megatron.fsdp.tools.trace.clock import SyncPoint, clock_of, offset, synchronize
 from megatron.fsdp.tools.trace.recorder import StepRecorder
 from megatron.fsdp.tools.trace.spans import Kind, RankTrace, Row, Span, UnitTimes, mark_late_ranks
 from megatron.fsdp.tools.trace.timeline import Timeline
@@ -51,7 +51,7 @@ def trace_step(model: nn.Module | Engine, all_ranks: bool = True) -> Iterator[Ti
     group = engine.index.dense.dp_group
     if not moves_data(group):
         all_ranks = False
-    sync_points = meet(group, engine.device) if all_ranks else []
+    sync_points = synchronize(group, engine.device) if all_ranks else []
     recorder = StepRecorder(engine, clock_of(engine.device))
     timeline = Timeline()
     recorder.start()
@@ -80,5 +80,5 @@ def _collect(mine: RankTrace, sync_points: list[SyncPoint], group: dist.ProcessG
     dist.gather_object((mine, sync_points), gathered, group=group, group_dst=0)
     if gathered is None:
         return []
-    shifted = [trace.shifted(*offset(gathered[0][1], met)) if i else trace for i, (trace, met) in enumerate(gathered)]
+    shifted = [trace.shifted(*offset(gathered[0][1], own)) if i else trace for i, (trace, own) in enumerate(gathered)]
     return mark_late_ranks(shifted)

@@ -87,7 +87,7 @@ class Offset(NamedTuple):
     error: int
 
 
-def meet(group: dist.ProcessGroup, device: torch.device, rounds: int = ROUNDS) -> list[SyncPoint]:
+def synchronize(group: dist.ProcessGroup, device: torch.device, rounds: int = ROUNDS) -> list[SyncPoint]:
     """Synchronize all ranks of the group a few times and record the clock around each. A collective."""
     sync_points = []
     for _ in range(rounds):
