@@ -2,27 +2,29 @@
 # The end of every launch script: checks, submits to Slurm, runs, stops in time, resumes. Sourced with the arguments.
 # NAME of the job, LOGS and SAVE (folders of logs and checkpoints; SAVE may be empty), NODES, GPUS (processes per node), PYTHON,
 # SCRIPT, ENTRY (how Python starts it), ARGUMENTS, PROFILER (before Python), FILES (must exist), THEN (runs at the end),
-# RENDEZVOUS (torchrun's, without Slurm) or SBATCH (options) with CONTAINER (options of srun).
+# RENDEZVOUS (torchrun's, without Slurm) or SBATCH (options) with CONTAINER (options of srun). INTERFACE is such as ib0.
 [[ -z ${DRY_RUN:-} ]] || { printf '%s\n' "$((NODES * GPUS))" "$SCRIPT" "${ARGUMENTS[@]}" && exit; }
 [[ ${CONTAINER_IMAGE:-} != /* ]] || FILES+=("$CONTAINER_IMAGE") # others are in a registry
-for FILE in "$SCRIPT" "${FILES[@]}"; do
-  [[ -e $FILE ]] || { echo "$NAME: expected $FILE; it does not exist" >&2 && exit 2; }
+refuse() { echo "$NAME: expected $1" >&2 && exit 2; }
+number() { [[ " ${ARGUMENTS[*]}" =~ .*" --$1"[=\ ]([0-9]+) ]] && echo "${BASH_REMATCH[1]}"; } # the last flag counts
+for FILE in "$SCRIPT" "${FILES[@]}"; do [[ -e $FILE ]] || refuse "$FILE; it does not exist"; done
+for UNIT in iters samples; do # Megatron refuses it, too, when the job has left the queue
+  WARMUP=$(number "lr-warmup-$UNIT" || echo -1) LAST=$(number "lr-decay-$UNIT" || number "train-$UNIT" || echo $((WARMUP + 1)))
+  ((WARMUP < LAST)) || refuse "--lr-warmup-$UNIT below $LAST, the end of the decay; got $WARMUP"
 done
 mkdir -p "$LOGS"
 GRACE=${GRACE:-600} # seconds from SIGTERM to the time limit: more than a step and two saves
 if [[ ${#RENDEZVOUS[@]} == 0 && -z ${SLURM_JOB_ID:-} ]]; then
-  # Jobs of the same folders wait for each other; those of others have other names.
-  ID=$(cksum <<<"$LOGS $SAVE ${ARGUMENTS[*]:0:3}")
+  ID=$(cksum <<<"$LOGS $SAVE ${ARGUMENTS[*]:0:3}") # jobs of the same folders wait for each other
   exec sbatch --job-name "$NAME-${ID%% *}" --nodes "$NODES" --ntasks-per-node 1 --exclusive --dependency singleton --requeue \
     --signal "TERM@$GRACE" --open-mode append --output "$LOGS/%j.log" --export ALL "${SBATCH[@]}" "${BASH_SOURCE[1]}" "$@"
 fi
-
 if [[ -n ${SLURM_JOB_ID:-} ]]; then # Megatron saves and stops by itself before the signal, less a minute for its start
   END=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/.*EndTime=\([0-9][^ ]*\).*/\1/p' || :) # empty: there is no limit
-  MINUTES=$((($(date -d "${END:-1 year}" +%s) - $(date +%s) - GRACE) / 60 - 1))
-  ((MINUTES > 0)) || { echo "$NAME: expected a time limit 2 minutes above GRACE=$GRACE s; got an end at $END" >&2 && exit 2; }
-  [[ " ${ARGUMENTS[*]}" =~ .*" --exit-duration-in-mins"[=\ ]([0-9]+) && ${BASH_REMATCH[1]} -lt $MINUTES ]] ||
-    [[ " ${ARGUMENTS[*]} " != *" --exit-signal-handler "* ]] || ARGUMENTS+=(--exit-duration-in-mins "$MINUTES")
+  MINUTES=$((($(date -d "${END:-1 year}" +%s) - $(date +%s) - GRACE) / 60 - 1)) # conversions have no SAVE, and ignore the signal
+  [[ -z $SAVE || $MINUTES -gt 0 ]] || refuse "a time limit 2 minutes above GRACE=$GRACE s, or a shorter GRACE; got an end at $END"
+  [[ $(number exit-duration-in-mins || echo "$MINUTES") -lt $MINUTES || " ${ARGUMENTS[*]} " != *" --exit-signal-handler "* ]] ||
+    ARGUMENTS+=(--exit-duration-in-mins "$MINUTES")
 fi
 ON=() ONCE=()
 if [[ ${#RENDEZVOUS[@]} == 0 ]]; then
@@ -30,11 +32,9 @@ if [[ ${#RENDEZVOUS[@]} == 0 ]]; then
   HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
   RENDEZVOUS=(--nnodes "$NODES" --rdzv-backend c10d --rdzv-endpoint "$HEAD:${PORT:-29500}" --rdzv-id "$SLURM_JOB_ID")
 fi
-# INTERFACE is such as ib0.
 [[ -z ${INTERFACE:-} ]] || export NCCL_SOCKET_IFNAME=$INTERFACE GLOO_SOCKET_IFNAME=$INTERFACE TP_SOCKET_IFNAME=$INTERFACE
-# torchrun kills ranks that are saving after 30 s, unless told otherwise (torch 2.12 or later). Slurm sends SIGTERM to all
-# processes, so torchrun ignores it, and only ranks stop: that works with any version. A rank ignores it as well until its
-# handler exists, so a process on each node leaves a file then, which the handler looks for.
+# torchrun kills ranks that are saving 30 s after SIGTERM (torch 2.12 has a setting), so it ignores the signal, which Slurm sends
+# to ranks as well. They ignore it until their handler exists: a process on each node then leaves a file, which that looks for.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=$GRACE
 START='export MEGATRON_FSDP_STOP_FILE=$(mktemp -u)
 (trap ": >$MEGATRON_FSDP_STOP_FILE" TERM; while kill -0 $$; do sleep 1; done; rm -f "$MEGATRON_FSDP_STOP_FILE") &>/dev/null &

@@ -104,36 +104,76 @@ def test_the_last_of_equal_flags_counts(extra: str, tmp_path: Path, monkeypatch:
         (60, "--exit-signal-handler --exit-duration-in-mins=235", 49),
         (60, "of a loop", None),
         (None, "--exit-signal-handler --exit-duration-in-mins 235", 235),
-        (11, "--exit-signal-handler", None),
     ],
 )
 def test_the_tail_stops_a_job_before_the_signal(
     minutes: int | None, arguments: str, expected: int | None, tmp_path: Path
 ) -> None:
+    run = in_the_tail(minutes, arguments, tmp_path, str(tmp_path))
+    assert run.returncode == 0, run.stderr
+    found = re.findall(r"--exit-duration-in-mins[ =](\d+)", run.stdout)
+    assert found[-1:] == ([] if expected is None else [str(expected)]), run.stdout
+    assert len((EXAMPLES / job.TAIL).read_text().splitlines()) <= 60
+
+
+def in_the_tail(minutes: int | None, arguments: str, folder: Path, save: str) -> subprocess.CompletedProcess[str]:
+    """Run a job whose time limit is in some minutes."""
     end = "Unknown"
     if minutes is not None:
         end = (datetime.now() + timedelta(minutes=minutes, seconds=30)).isoformat(timespec="seconds")
     for name, text in {
         "scontrol": f"echo '   StartTime=2026-11-28T09:00:00 EndTime={end} x'",
-        "python": 'echo "$@"',
+        "python": f'echo "$@"; echo finished > {folder}/outcome.txt',
     }.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / name).chmod(0o755)
+        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / name).chmod(0o755)
     script = f"""set -euo pipefail
-    NAME=job LOGS={tmp_path} SAVE='' NODES=1 GPUS=1 PYTHON={tmp_path}/python SCRIPT={tmp_path}/python
+    NAME=job LOGS={folder} SAVE={save} NODES=1 GPUS=1 PYTHON={folder}/python SCRIPT={folder}/python
     ARGUMENTS=({arguments}) ENTRY=() PROFILER=() FILES=() THEN=() CONTAINER=() RENDEZVOUS=(--standalone)
     source {EXAMPLES}/{job.TAIL}"""
-    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
-    run = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True)
-    if minutes == 11:
-        assert (
-            run.returncode == 2 and "expected a time limit 2 minutes above GRACE=600 s; got an end at 20" in run.stderr
-        )
-        return
-    assert run.returncode == 0, run.stderr
-    found = re.findall(r"--exit-duration-in-mins[ =](\d+)", run.stdout)
-    assert found[-1:] == ([] if expected is None else [str(expected)]), run.stdout
-    assert len((EXAMPLES / job.TAIL).read_text().splitlines()) <= 60
+    environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    return subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True)
+
+
+def test_a_time_limit_below_the_grace_is_refused_for_runs_that_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = in_the_tail(11, "--exit-signal-handler", tmp_path, str(tmp_path))
+    assert run.returncode == 2
+    assert "expected a time limit 2 minutes above GRACE=600 s, or a shorter GRACE; got an end at 20" in run.stderr
+    run = in_the_tail(11, "convert", tmp_path, "''")
+    assert run.returncode == 0 and run.stdout.splitlines()[0].endswith("python convert"), run.stderr
+    monkeypatch.setenv("SBATCH_TIMELIMIT", "11")
+    monkeypatch.setenv("CHECKPOINT", "/old/iter_0000001")
+    monkeypatch.setenv("OUT", "/new/iter_0000001")
+    assert "the signal comes after 1 minutes" in job.problems(job.read(EXAMPLES / "llama3_70b.sbatch"))[0]
+    assert job.problems(job.read(EXAMPLES / "sbatch_checkpoint_convert.sh")) == []
+
+
+@pytest.mark.parametrize(
+    ("script", "variables", "expected"),
+    [
+        ("llama3_70b.sbatch", {"ITERATIONS": "20"}, ""),
+        ("llama3_70b.sbatch", {"ITERATIONS": "1"}, ""),
+        ("llama3_70b.sbatch", {"EXTRA": "--train-iters=100"}, "iters below 100, the end of the decay; got 100"),
+        ("llama3_70b.sbatch", {"EXTRA": "--train-iters 100 --lr-decay-iters 101"}, ""),
+        ("llama3_70b.sbatch", {"EXTRA": "--lr-decay-iters 99"}, "iters below 99, the end of the decay; got 100"),
+        ("sbatch_mfsdp_deepseek_v3.sh", {"EXTRA": "--train-samples 9"}, ""),  # it sets the end of the decay
+        ("sbatch_mfsdp_deepseek_v3.sh", {"EXTRA": "--lr-decay-samples=9"}, "samples below 9, the end of the decay"),
+    ],
+)
+def test_a_warm_up_beyond_the_decay_is_not_queued(
+    script: str, variables: dict[str, str], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sbatch").write_text("#!/bin/sh\necho queued\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    for name, value in {**variables, "PATH": f"{tmp_path}:{os.environ['PATH']}"}.items():
+        monkeypatch.setenv(name, value)
+    run = subprocess.run(["bash", EXAMPLES / script], cwd=tmp_path, capture_output=True, text=True)
+    assert (run.returncode, run.stdout) == ((2, "") if expected else (0, "queued\n")), run.stderr
+    assert f"expected --lr-warmup-{expected}" in run.stderr or not expected
+    # Also for the doctor.
+    assert [found[:12] for found in job.problems(job.read(EXAMPLES / script))] == ["--lr-warmup-"] * bool(expected)
 
 
 def test_the_time_limit_of_the_environment_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
