@@ -32,7 +32,7 @@ ENDED = ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL")
 # The first step after a job was started again.
 AGAIN = r"(?s)rank 0 is process.*rank 0 is process.*?step \d+: "
 LOSS = re.compile(r"step (\d+): loss (\S+)")
-# Each row: what was done to the job, steps that were computed twice, seconds until the next new step, how it ended.
+HEAD = ("| done to the job | steps computed twice | seconds to the next step | end |", "|---|--:|--:|---|")
 Row = tuple[str, str, str, str]
 
 
@@ -158,7 +158,7 @@ def cancelled(on: Cluster) -> Row:
     job.wait_for("exit code .*stopped SIGTERM", 60)
     job.wait_for_end(60)  # it is COMPLETING as long as its script may queue it again
     time.sleep(5)
-    return job.row("`scancel`", 0, "CANCELLED")
+    return job.row("`scancel`: not queued again", 0, "CANCELLED")
 
 
 def preemption(on: Cluster) -> Row:
@@ -171,7 +171,7 @@ def preemption(on: Cluster) -> Row:
     job.wait_for("step 5: ", 200)
     seconds = time.monotonic() - begin
     job.wait_for_end()
-    return job.row("preempted in a step of 40 s, grace of 120 s", seconds)
+    return job.row("preempted in a step of 40 s, grace of 120 s, no other save", seconds)
 
 
 def time_limit(on: Cluster) -> Row:
@@ -182,7 +182,7 @@ def time_limit(on: Cluster) -> Row:
     job.wait_for(f"step {last + 1}: ", 200)
     seconds = time.monotonic() - begin
     job.wait_for_end(300)
-    return job.row("time limit of 3 minutes", seconds)
+    return job.row("time limit of 3 minutes, no other save", seconds)
 
 
 def killed_rank(on: Cluster) -> Row:
@@ -297,7 +297,7 @@ class Agents:
     def row(self, done: str, seconds: float) -> Row:
         """The row of the table."""
         outcome = (self.out / "checkpoints" / "outcome.txt").read_text().split()[0]
-        return row_of(self.log, f"torchrun: {done}", seconds, outcome, "finished")
+        return row_of(self.log, f"two torchrun agents: {done}", seconds, outcome, "finished")
 
 
 def kill_all(*agents: subprocess.Popen) -> None:
@@ -360,7 +360,7 @@ def agents_killed_agent(on: Cluster) -> Row:
     seconds = run.wait_for("step 6: ", 200)
     assert "step_6 is incomplete" in run.log
     assert run.end() == [0, 0]
-    return run.row("an agent killed in a save, and started again", seconds)
+    return run.row("one killed in a save, and started again", seconds)
 
 
 CASES: tuple[Callable[[Cluster], Row], ...] = (
@@ -384,7 +384,7 @@ def main() -> int:
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # the cluster ends as well
     folder = options.out.resolve() / time.strftime("%Y-%m-%d_%H-%M-%S")
-    rows, failed = ["| done to the job | steps lost | seconds to the next step | end |", "|---|--:|--:|---|"], []
+    rows, failed = [*HEAD], []
     began = time.monotonic()
     with cluster(folder) as running:
         for node in running.nodes:
