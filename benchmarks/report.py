@@ -116,30 +116,30 @@ def summary(results: Mapping[str, Result]) -> str:
 
 
 def predictions(results: Mapping[str, Result]) -> str:
-    """Measured figures and the planner's errors: the peaks of memory, and the step times."""
-    memory = _predicted(results.get("predicted-memory"), "peak", 1 << 20, 1)
-    times = _predicted(results.get("prediction"), "measured", 1.0, 0)
-    return f"Peak of live tensor bytes, MiB:\n\n{memory}\n\nStep time, ms, in brackets if not judged:\n\n{times}"
+    """The planner's errors over the strategies: of the peaks of memory, and of the step times."""
+    memory, times = (_errors(results.get(name)) for name in ("predicted-memory", "prediction"))
+    return f"Worst error of a strategy in % (in brackets: not judged).\n\n* Peak memory: {memory}\n* Step time: {times}"
 
 
-def _predicted(result: Result | None, measured: str, scale: float, digits: int) -> str:
-    """A row per case, and a column per strategy: what was measured, and the prediction's error if there is one."""
+def _errors(result: Result | None) -> str:
+    """The worst error of each case's strategies that are judged, and of the others."""
     if result is None or result.skipped:
-        return f"*{result.skipped if result else 'Not measured'}.*"
-    cases = [case for case in result.cases if planner.NAME not in case.figures]
-    peers = [peer for peer in PEERS if any(peer in case.figures for case in cases)]
-    rows = []
-    for case in cases:
-        row = [_words(case.tags)]
-        for peer in peers:
-            figures = case.figures.get(peer, {})
-            text = f"{figures[measured].median / scale:.{digits}f}" if figures else ""
+        return f"*{result.skipped if result else 'not measured'}*"
+    found = []
+    for case in (case for case in result.cases if planner.NAME not in case.figures):
+        errors: dict[bool, list[float]] = {True: [], False: []}
+        for figures in case.figures.values():
             if "error" in figures:
-                text += f" {100 * figures['error'].median:+.1f} %"
-            row.append(f"({text})" if "judged" in figures and not figures["judged"].median else text)
-        rows.append(row)
-    notes = [f"{name.replace('_', ' ')}: {figure.median:.3g}" for name, figure in _summary(result).items()]
-    return _table(["case", *(PEERS[peer].title for peer in peers)], rows) + (f"\n\n{', '.join(notes)}" if notes else "")
+                is_judged = "judged" not in figures or bool(figures["judged"].median)
+                errors[is_judged].append(100 * figures["error"].median)
+        worst = (form.format(max(errors[judged], key=abs)) for judged, form in _FORMS.items() if errors[judged])
+        found.append(" ".join(["/".join(map(str, case.tags.values())), *worst]))
+    tags = "/".join(result.cases[0].tags) if result.cases else ""
+    found += [f"{name.replace('_', ' ')} {figure.median:.3g}" for name, figure in _summary(result).items()]
+    return f"{tags} {'; '.join(found)}"
+
+
+_FORMS = {True: "{:+.1f}", False: "({:+.1f})"}
 
 
 def _summary(result: Result) -> dict[str, Summary]:

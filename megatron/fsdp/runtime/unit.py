@@ -230,7 +230,7 @@ class Unit:
         return None if holder is self else holder
 
     def keep_weights(self, keeps: bool) -> None:
-        """Set whether the unit keeps its weights after forward. All ranks call it. Backward gathers over all of them."""
+        """Set whether the unit keeps its weights after forward. All ranks call it. Backward gathers over all."""
         if keeps is not self.keeps_weights and (schedule := self.schedule()) is not None:
             self.keeps_weights = keeps
             schedule.plans.follow_keeping()
