@@ -219,7 +219,12 @@ def _while_computing(communicate: Callable[[], None], number: int) -> tuple[floa
     """
     a = torch.ones(128, 128)
     alone = _time(lambda: aten.mm(a, a), a.device, 0.02)
-    thread = threading.Thread(target=lambda: [communicate() for _ in range(number)])
+
+    def repeat() -> None:
+        for _ in range(number):
+            communicate()
+
+    thread = threading.Thread(target=repeat)
     start, computed = time.perf_counter(), 0
     thread.start()
     while thread.is_alive():
