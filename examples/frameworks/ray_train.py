@@ -39,6 +39,8 @@ def train(config: dict) -> None:
         load(state, newest)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
+        if dist.get_rank() == 0:
+            print(f"resumes from {newest.name}", flush=True)
     for step in range(state["step"], config["steps"]):
         x = torch.randn(8, 4, 32, generator=torch.Generator().manual_seed(step)).to(device)
         mine = x.tensor_split(dist.get_world_size())[dist.get_rank()]
