@@ -204,19 +204,19 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("region", "limit"),
+    "region",
     [
-        (Region((77, 0), (1, 1 << 20)), 16 << 20),  # a row
-        (Region((0, 12345), (128, 1)), 12 << 20),  # a column
-        (Region((5, 100), (100, 1 << 12)), 16 << 20),
+        Region((77, 0), (1, 1 << 20)),  # a row
+        Region((0, 12345), (128, 1)),  # a column
+        Region((5, 100), (100, 1 << 12)),
     ],
 )
-def test_a_region_of_a_large_chunk_takes_little_memory(large: Path, region: Region, limit: int) -> None:
+def test_a_region_of_a_large_chunk_takes_little_memory(large: Path, region: Region) -> None:
     found = CheckpointReader(large)
     with PeakMemory() as memory:
         part = found.tensors["a"].read(region)
     assert part.shape == region.sizes and not part.any()
-    assert memory.growth < limit
+    assert memory.growth < found.tensors["a"].nbytes // 8
 
 
 def test_few_elements_take_few_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

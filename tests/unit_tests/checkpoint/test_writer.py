@@ -397,7 +397,7 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
     def rows(region: Region) -> torch.Tensor:
         return torch.full(region.sizes, float(region.offsets[0]))
 
-    tensor = LazyTensor((128, 1 << 18), torch.float32, rows)
+    tensor = LazyTensor((256, 1 << 18), torch.float32, rows)
     first = LazyTensor((8, 1 << 18), torch.float32, rows)  # of a process: imports, and buffers of threads
     write_checkpoint(Draft({"a": first}), tmp_path / "first", block=4 << 20)
     with PeakMemory() as memory:
