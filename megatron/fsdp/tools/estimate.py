@@ -3,7 +3,7 @@
 import functools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
@@ -199,9 +199,13 @@ class Outline(NamedTuple):
     units: tuple[tuple[str, str, tuple[GroupShape, ...]], ...]
 
 
-def outline(module: nn.Module, classes: UnitChoice, config: FSDPConfig) -> Outline:
-    """Find the units of a model, which may be on the meta device."""
+def outline(
+    module: nn.Module, classes: UnitChoice, config: FSDPConfig, times: Mapping[nn.Module, int] | None = None
+) -> Outline:
+    """Find the units of a model, which may be on the meta device. Some occur several ``times`` in a row."""
     root = partition(module, parameters_of(module, config), classes, config.enable_fine_grained_param_gather)
+    for part in list(root.walk()) if times else ():
+        part.children = [child for child in part.children for _ in range(times.get(child.module, 1))]
     units = tuple(
         (part.name, type(part.module).__name__, tuple(_shape(params, part is root) for params in part.groups))
         for part in root.walk()

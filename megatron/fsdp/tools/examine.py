@@ -10,6 +10,7 @@ import importlib
 import os
 import re
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -136,7 +137,7 @@ def _prepared(examination: _Examination) -> Iterator[None]:
     """Replace what a script must not do here, or what would take long, while it runs."""
     arguments: Any = importlib.import_module("megatron.training.arguments")
     training: Any = importlib.import_module("megatron.training.training")
-    with dry_run(partial(_look_at, examination)) as replace:
+    with dry_run(partial(_look_at, examination), lambda: 1 if examination.report.recipe is None else None) as replace:
         replace(argparse.ArgumentParser, "error", _exit_with_message)
         replace(os, "_exit", _exit_at_once)
         replace(arguments, "validate_args", partial(_validate, examination))
@@ -145,14 +146,33 @@ def _prepared(examination: _Examination) -> Iterator[None]:
 
 
 @contextmanager
-def dry_run(wrapper: Callable[..., Any]) -> Iterator[Callable[[Any, str, Callable[..., Any]], None]]:
+def dry_run(
+    wrapper: Callable[..., Any], most: Callable[[], int | None]
+) -> Iterator[Callable[[Any, str, Callable[..., Any]], None]]:
     """Wrap models with ``wrapper``, and afterwards undo Megatron's initialization: the script can run as another rank.
+
+    Of equal layers in a row, ``most()`` are built, or all if it is None. The last one takes the place of the others.
 
     Yields:
         Replaces a function of an object, up to the end, by one that is called with it and its arguments.
     """
     training: Any = importlib.import_module("megatron.training.training")
     initialization: Any = importlib.import_module("megatron.fsdp.mcore.initialization")
+    blocks: Any = importlib.import_module("megatron.core.transformer.transformer_block")
+    key: tuple[int, ...] = ()
+    same: list[Any] = []
+
+    def build_layer(build: Callable[..., Any], spec: Any, **kwargs: Any) -> Any:
+        nonlocal key, same
+        before, key = key, tuple(map(id, (spec, kwargs["config"], kwargs.get("vp_stage"))))
+        if key != before:
+            same = []
+        if len(same) < (most() or len(same) + 1):
+            same.append(build(spec, **kwargs))
+        else:  # the block looks for the model's last layer
+            same[-1].layer_number += 1
+        return same[-1]
+
     with ExitStack() as stack:
 
         def replace(owner: Any, name: str, by: Callable[..., Any]) -> None:
@@ -163,6 +183,7 @@ def dry_run(wrapper: Callable[..., Any]) -> Iterator[Callable[[Any, str, Callabl
         # Nothing is initialized, so nothing needs to be recorded for it.
         replace(initialization, "record", lambda record, build, _: build())
         replace(dist, "new_group", _own_group)
+        replace(blocks, "build_module", build_layer)
         try:
             yield replace
         finally:
@@ -339,6 +360,7 @@ def _look_at(
     usable = copy.copy(ddp_config)
     usable.nccl_ub = usable.megatron_fsdp_cuda_graph_mode = False
     units = kwargs.get("fsdp_unit_modules") or units_of(module, ddp_config)
+    times = _without_repeats(module)
     report.config = fsdp_config(config, usable, largest_unit(module, units))
     report.sizes = {
         "tensor": groups.get_tensor_model_parallel_world_size(),
@@ -351,14 +373,26 @@ def _look_at(
         "outer data": outer,
     }
     classes = resolve_unit_classes(module, units)
-    report.as_run.append(outline(module, classes, report.config))
+    report.as_run.append(outline(module, classes, report.config, times))
     if report.recipe is not None:
         plan_model(module, report.recipe, config)
     of_experts = getattr(ddp_config, EXPERT_INSTANCES, None) or outer
     axes = AxisSizes(dense // outer, outer), AxisSizes(max(experts // of_experts, 1), of_experts)
-    report.outlines.append(outline(module, classes, report.config))
+    report.outlines.append(outline(module, classes, report.config, times))
     report.chunks.append(estimate_outline(report.outlines[-1], report.config, *axes, report.muon))
     if len(report.chunks) == (config.virtual_pipeline_model_parallel_size or 1):
         report.stage = groups.get_pipeline_model_parallel_rank()
         report.situation = Situation(report.outlines, report.config, *axes, report.muon)
         raise _Examined
+
+
+def _without_repeats(module: nn.Module) -> Counter[nn.Module]:
+    """Take layers out of their lists that stand for others there. Returns how many each one stands for."""
+    times: Counter[nn.Module] = Counter()
+    for layers in [each for each in module.modules() if isinstance(each, nn.ModuleList)]:
+        times.update(layers)
+        names: dict[nn.Module | None, str] = {}
+        for name, layer in layers._modules.items():
+            names.setdefault(layer, name)
+        layers._modules = {name: layer for layer, name in names.items()}
+    return times

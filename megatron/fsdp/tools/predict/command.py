@@ -203,7 +203,7 @@ class _Run:
         training: Any = importlib.import_module("megatron.training.training")
         schedules: Any = importlib.import_module("megatron.core.pipeline_parallel.schedules")
         attention: Any = resolve_name("megatron.core.transformer.dot_product_attention:DotProductAttention")
-        with ExitStack() as active, dry_run(self._wrapper()) as replace:
+        with ExitStack() as active, dry_run(self._wrapper(), lambda: max([KEPT, *self._kept.values()])) as replace:
             replace(validation, "validate_args", self._validate)
             replace(training, "setup_model_and_optimizer", functools.partial(self._set_up, training, active))
             replace(training, "build_train_valid_test_data_iterators", self._iterators)
