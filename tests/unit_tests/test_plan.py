@@ -182,6 +182,25 @@ def test_what_needs_more_than_a_line_that_does_not_fit_is_left_out(monkeypatch: 
     assert len(too_large) > 1
 
 
+def test_what_is_too_slow_even_without_waits_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """HSDP does not fit alone. With tensor parallelism it does, which computes more slowly than ten others train."""
+
+    def evaluated(script: Path, world_size: int, cluster: Cluster, each: search.Candidate) -> search.Candidate:
+        slow = "--tensor-model-parallel-size" in each.arguments
+        large = "--num-distributed-optimizer-instances" in each.arguments
+        step = CommandStep(1.0 + 2 * slow, 0.0, 1 / (1.0 + 2 * slow), 0.5, {"unshard": 0.1}, {}, "")
+        return dataclasses.replace(each, step=step, memory=2 * large - slow, capacity=1)
+
+    _use_threads(monkeypatch, evaluated)
+    found = search.Search(
+        Path("train.py"), ["--micro-batch-size", "1"], 4, H100, "tokens_per_second", 60, lambda c: None
+    )
+    found.run()
+    changes = [each.changes.keys() for each in found.found]
+    both = {"--tensor-model-parallel-size", "--num-distributed-optimizer-instances"}
+    assert any("--tensor-model-parallel-size" in each for each in changes) and not any(both <= e for e in changes)
+
+
 def test_a_row_of_the_table_has_speed_per_gpu_and_memory_by_category() -> None:
     peak = {"shards": GIB, "unsharded units": GIB, "activations": GIB, "logits": 2 * GIB, "temporary": GIB // 2}
     step = CommandStep(2.0, 0.5, 800.0, 0.5, {"unshard": 1.0}, peak, "decoder")

@@ -151,7 +151,9 @@ def dry_run(
 ) -> Iterator[Callable[[Any, str, Callable[..., Any]], None]]:
     """Wrap models with ``wrapper``, and afterwards undo Megatron's initialization: the script can run as another rank.
 
-    Of equal layers in a row, ``most()`` are built, or all if it is None. The last one takes the place of the others.
+    Args:
+        wrapper: Called instead of the wrapper's constructor.
+        most: Of :func:`first_layers`.
 
     Yields:
         Replaces a function of an object, up to the end, by one that is called with it and its arguments.
@@ -159,6 +161,30 @@ def dry_run(
     training: Any = importlib.import_module("megatron.training.training")
     initialization: Any = importlib.import_module("megatron.fsdp.mcore.initialization")
     blocks: Any = importlib.import_module("megatron.core.transformer.transformer_block")
+    with ExitStack() as stack:
+
+        def replace(owner: Any, name: str, by: Callable[..., Any]) -> None:
+            stack.enter_context(mock.patch.object(owner, name, around(getattr(owner, name), by)))
+
+        install(wrapper)
+        stack.callback(uninstall)
+        # Nothing is initialized, so nothing needs to be recorded for it.
+        replace(initialization, "record", lambda record, build, _: build())
+        replace(dist, "new_group", _own_group)
+        replace(blocks, "build_module", first_layers(most))
+        try:
+            yield replace
+        finally:
+            training.destroy_global_state()
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+def first_layers(most: Callable[[], int | None]) -> Callable[..., Any]:
+    """Replaces Megatron's ``build_module`` for layers.
+
+    Of equal layers in a row, it builds the first ``most()``, or all if that is None. The last one stands for the rest.
+    """
     key: tuple[int, ...] = ()
     same: list[Any] = []
 
@@ -173,23 +199,7 @@ def dry_run(
             same[-1].layer_number += 1
         return same[-1]
 
-    with ExitStack() as stack:
-
-        def replace(owner: Any, name: str, by: Callable[..., Any]) -> None:
-            stack.enter_context(mock.patch.object(owner, name, around(getattr(owner, name), by)))
-
-        install(wrapper)
-        stack.callback(uninstall)
-        # Nothing is initialized, so nothing needs to be recorded for it.
-        replace(initialization, "record", lambda record, build, _: build())
-        replace(dist, "new_group", _own_group)
-        replace(blocks, "build_module", build_layer)
-        try:
-            yield replace
-        finally:
-            training.destroy_global_state()
-            if dist.is_initialized():
-                dist.destroy_process_group()
+    return build_layer
 
 
 def _own_group(new_group: Callable[..., Any], ranks: Any = None, *args: Any, **kwargs: Any) -> Any:

@@ -13,6 +13,7 @@ from megatron.fsdp.buffers.parameter_group import ParameterGroup
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
 from megatron.fsdp.tools.estimate import AxisSizes, Estimate, estimate_outline, outline
+from megatron.fsdp.tools.examine import first_layers
 from megatron.fsdp.tools.recipes import FP8, NVFP4, Recipe, plan, recipe_of
 from megatron_fsdp import MegatronFSDP, fully_shard_model
 from tests.exchanges import seen
@@ -48,6 +49,26 @@ def test_estimated_bytes_equal_those_of_the_engine(strategy: str, dtype: torch.d
     assert total.main == sum(main.nbytes for main in apart)
     assert total.optimizer == 2 * sum(group.weights.main.numel() * 4 for group in sharded.engine.groups)
     assert found.peak(config) > total.resting
+
+
+def test_one_layer_stands_for_equal_ones() -> None:
+    """Megatron builds it once, with the number of the last, and its bytes count as often as it occurs."""
+    built: list[str] = []
+
+    def build(spec: str, **kwargs: Any) -> Any:
+        built.append(spec)
+        return SimpleNamespace(**kwargs)
+
+    build_layer, given = first_layers(lambda: 2), {"config": None, "vp_stage": None}
+    layers = [build_layer(build, spec, **given, layer_number=n) for n, spec in enumerate("aaabaaaa", 1)]
+    numbers = [each.layer_number for each in (layers[0], *layers[2:5], layers[7])]
+    assert built == list("aabaa") and numbers == [1, 3, 4, 5, 8]
+    config, one = FSDPConfig(), AxisSizes(1)
+    model, whole = TinyModel(depth=1), TinyModel(depth=3)
+    shapes = outline(model, (Block,), config, {model.blocks[0]: 3}), outline(whole, (Block,), config)
+    repeated, expected = (estimate_outline(each, config, one, one) for each in shapes)
+    assert repeated.total == expected.total and repeated.peak(config) == expected.peak(config)
+    assert repeated.kinds == expected.kinds == {"Block": 3}
 
 
 def test_muon_has_one_moment_of_each_matrix_that_megatron_gives_it() -> None:

@@ -297,7 +297,8 @@ def _search_command(options: argparse.Namespace) -> int:
         print("\n".join(f"ERROR  {candidate.refusal}" for candidate in found.found))
         return 1
     own = found.found[0]
-    shown = best[:10] if own.refusal or own in best[:10] else [*best[:10], own]
+    shown = best[: search.SHOWN]
+    shown += [] if own.refusal or own in shown else [own]
     if options.json:
         print(json.dumps([dataclasses.asdict(each) for each in shown], indent=2))
     else:
@@ -366,7 +367,7 @@ class _Search:
             print("interrupted: the best so far", file=sys.stderr)
         finally:
             self._progress.end()
-        return [ordered(of_ranks)[:10] for of_ranks in found if of_ranks]
+        return [ordered(of_ranks)[: search.SHOWN] for of_ranks in found if of_ranks]
 
     def _run(self, ranks: int, found: list[Choice]) -> None:
         """Predict every strategy, and append the choices."""

@@ -3,13 +3,14 @@
 A candidate is the user's own line with other values of some flags. The doctor examines each: it refuses what Megatron
 or this engine refuses, and counts the memory of layouts. A step is predicted of those that may fit. From the user's
 line, one setting after the other takes its best value, until none changes; then settings change in pairs. What needs
-more memory than a candidate that does not fit is left out.
+more memory than a candidate that does not fit is left out, and what would be too slow to be shown without any wait.
 """
 
 import concurrent.futures
 import dataclasses
 import functools
 import itertools
+import math
 import multiprocessing
 import os
 import re
@@ -36,6 +37,7 @@ from megatron.fsdp.tools.script import (
 
 # Layouts alone that are this much above the device's size are too large, without a prediction: their sum is a bound.
 MARGIN = 1.1
+SHOWN = 10  # of the candidates
 PROCESSES = min(os.cpu_count() or 1, 8)  # each takes about 2 GB
 
 
@@ -71,20 +73,26 @@ SETTINGS: dict[str, list[Change]] = {
 MEMORY_GROWS = {"micro-batch": 1, "recomputation": -1, "strategy": -1}
 
 
+# Settings that change communication only, and memory.
+SHARDING = "strategy", "HSDP"
+
+
+def without(arguments: Sequence[str], names: Iterable[str]) -> tuple[str, ...]:
+    """The options of a command line without some settings, sorted."""
+    rest, _ = edited(arguments, {flag: None for name in names for value in SETTINGS[name] for flag in value})
+    return tuple(sorted(re.split(" (?=--?[A-Za-z])", " ".join(rest))))
+
+
 def memory_order(arguments: Sequence[str]) -> tuple[tuple[str, ...], list[int]]:
     """The rest of a command line without the settings of ``MEMORY_GROWS``, and where it lies in the order of each."""
-    rest: list[str] = list(arguments)
+    own: list[str] = []
     places: list[int] = []
     for name, sign in MEMORY_GROWS.items():
         values = SETTINGS[name]
         same = [sign * place for place, value in enumerate(values) if not with_changes(arguments, value)[1]]
         places += same[:1] or [0]
-        if same:
-            rest, _ = edited(rest, dict.fromkeys(flag for value in values for flag in value))
-        else:  # a value that is not listed has no place, and is compared with itself only
-            rest.append(f"--own-{name}")
-    options = re.split(" (?=--?[A-Za-z])", " ".join(rest))
-    return tuple(sorted(options)), places
+        own += [] if same else [name]  # a value that is not listed has no place, and is compared with itself only
+    return without(arguments, [name for name in MEMORY_GROWS if name not in own]), places
 
 
 @dataclass(frozen=True)
@@ -194,6 +202,7 @@ class Search:
         self._by_memory = goal == "memory"
         self._seen: set[frozenset[tuple[str, str | None]]] = set()
         self._too_large: list[tuple[tuple[str, ...], list[int]]] = []
+        self._most: dict[tuple[str, ...], float] = {}  # tokens/s without waits, by all but SHARDING
         self.found: list[Candidate] = []
 
     def run(self) -> None:
@@ -230,7 +239,8 @@ class Search:
         while left or pending:
             while left and len(pending) < PROCESSES:
                 arguments, differ = left.pop(0)
-                if (key := frozenset(differ.items())) not in self._seen and not self._is_larger(arguments):
+                key = frozenset(differ.items())
+                if not (key in self._seen or self._is_larger(arguments) or self._is_slower(arguments)):
                     self._seen.add(key)
                     pending.add(pool.submit(self._evaluate, Candidate(arguments, differ)))
             seconds = max(self._end - time.monotonic(), 0) if self.found else None
@@ -238,10 +248,18 @@ class Search:
             if pending and not done:
                 return
             for future in done:
-                self.found.append(future.result())
-                if not self.found[-1].refusal and not self.found[-1].fits:
-                    self._too_large.append(memory_order(self.found[-1].arguments))
-                self._on_found(self.found[-1])
+                self._note(future.result())
+
+    def _note(self, each: Candidate) -> None:
+        """Keep a candidate, and what it says of others."""
+        self.found.append(each)
+        if not each.refusal and not each.fits:
+            self._too_large.append(memory_order(each.arguments))
+        if each.step is not None:
+            key, step = without(each.arguments, SHARDING), each.step
+            alone = step.tokens_per_second * step.seconds / (step.seconds - sum(step.waits.values()))
+            self._most[key] = max(alone, self._most.get(key, 0.0))
+        self._on_found(each)
 
     def _is_larger(self, arguments: Sequence[str]) -> bool:
         """Whether a command line needs at least as much memory as one that does not fit."""
@@ -250,6 +268,12 @@ class Search:
             rest == other and all(mine >= its for mine, its in zip(places, of_other, strict=True))
             for other, of_other in self._too_large
         )
+
+    def _is_slower(self, arguments: Sequence[str]) -> bool:
+        """Whether a command line is too slow to be shown even if it waits for nothing."""
+        most = self._most.get(without(arguments, SHARDING), math.inf)
+        last = [] if self._by_memory else self.ordered()[SHOWN - 1 : SHOWN]
+        return any(each.fits and each.step is not None and each.step.tokens_per_second > most for each in last)
 
     def ordered(self) -> list[Candidate]:
         """The candidates that would start, the best first."""
