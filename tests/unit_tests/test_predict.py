@@ -274,6 +274,19 @@ def test_ghosts_compute_integers_and_spread_choices() -> None:
         assert torch.randn(1 << 20, 1 << 10).mean().item() == 1.0  # no pages: 4 GiB would not be read in this time
 
 
+def test_ghosts_that_grow_have_no_pages() -> None:
+    def pages() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1])
+
+    ghosts = Ghosts(lambda cost: None, lambda name, args: None, lambda memory, change: None)
+    with ghosts, ghosts.follow_storages():
+        tensor, before = torch.empty(1 << 28, dtype=torch.uint8), pages()
+        tensor.untyped_storage().resize_(1 << 29)
+        size, grown = tensor.untyped_storage().nbytes(), (pages() - before) * os.sysconf("SC_PAGE_SIZE")
+        del tensor
+    assert size == 1 << 29 and grown < 1 << 26
+
+
 # The command ---------------------------------------------------------------------------------------------------------
 
 

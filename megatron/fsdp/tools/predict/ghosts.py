@@ -8,7 +8,7 @@ spread evenly.
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
@@ -17,7 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 aten = torch.ops.aten
 
@@ -141,6 +141,7 @@ class Ghosts(TorchDispatchMode):
         own_resize: Any = torch.UntypedStorage.resize_
 
         def resize_(storage: torch.UntypedStorage, size: int) -> None:
+            own_resize(storage, 0)  # contents would be copied, and get pages
             own_resize(storage, size)
             ghosts._set(ghosts.memory_of(storage), storage.nbytes())
 
@@ -169,7 +170,7 @@ class Ghosts(TorchDispatchMode):
             return _communicated(func, args, kwargs)
         if func.is_view or packet in _OF_STORAGE:
             result = func(*args, **kwargs)
-            for tensor in tree_leaves(result):
+            for tensor in _tensors([result]):
                 self.see(tensor)
             return result
         if func.namespace == "profiler":
@@ -179,9 +180,9 @@ class Ghosts(TorchDispatchMode):
         self.operators += 1
         if kwargs.get("pin_memory"):
             kwargs = {**kwargs, "pin_memory": False}
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        given = _tensors([*args, *kwargs.values()])
         result = self._result(func, packet, args, kwargs, given)
-        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        made = _tensors([result])
         for tensor in made:
             self.see(tensor)
         self._on_operator(self._cost(packet, args, kwargs, given, made, result))
@@ -247,7 +248,7 @@ class Ghosts(TorchDispatchMode):
         flops = 0 if count is None else int(count(*args, **kwargs, out_val=result))
         read = given[1:] if packet in _GATHERING else given
         # Operators in place write their first argument, a tensor or a list. Expanded tensors are read once.
-        written = made or [leaf for leaf in tree_leaves(args[:1]) if isinstance(leaf, torch.Tensor)]
+        written = made or _tensors(args[:1])
         size = sum(min(t.nbytes, t.untyped_storage().nbytes()) for t in (*read, *written))
         name = packet.__name__
         kind = "memory" if count is None else "attention" if "attention" in name else "matmul"
@@ -258,13 +259,24 @@ class Ghosts(TorchDispatchMode):
 
 def _communicated(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """The results of a collective. The fake backend copies tensors, which would give them pages: it gets empty ones."""
-    if sum(leaf.numel() for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)) <= SMALL:
+    if sum(tensor.numel() for tensor in _tensors(args)) <= SMALL:
         return func(*args, **kwargs)
     empty = tree_map_only(torch.Tensor, lambda tensor: tensor.new_empty(0), args)
     # Nor do they have parts of the sizes that an all-to-all is given.
     empty = tuple([] if isinstance(a, list) and all(isinstance(n, int) for n in a) else a for a in empty)
     result = func(*empty, **kwargs)
     return (args[0], *result[1:]) if isinstance(result, tuple) else result
+
+
+def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
+    """The tensors among arguments or results of an operator, as ``tree_leaves``, which takes longer."""
+    found = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += _tensors(value)
+    return found
 
 
 def _is_real(value: Any) -> bool:
