@@ -204,8 +204,8 @@ def outline(
 ) -> Outline:
     """Find the units of a model, which may be on the meta device. Some occur several ``times`` in a row."""
     root = partition(module, parameters_of(module, config), classes, config.enable_fine_grained_param_gather)
-    for part in list(root.walk()) if times else ():
-        part.children = [child for child in part.children for _ in range(times.get(child.module, 1))]
+    for part in list(root.walk()):
+        part.children = [child for child in part.children for _ in range((times or {}).get(child.module, 1))]
     units = tuple(
         (part.name, type(part.module).__name__, tuple(_shape(params, part is root) for params in part.groups))
         for part in root.walk()

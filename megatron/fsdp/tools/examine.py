@@ -401,8 +401,5 @@ def _without_repeats(module: nn.Module) -> Counter[nn.Module]:
     times: Counter[nn.Module] = Counter()
     for layers in [each for each in module.modules() if isinstance(each, nn.ModuleList)]:
         times.update(layers)
-        names: dict[nn.Module | None, str] = {}
-        for name, layer in layers._modules.items():
-            names.setdefault(layer, name)
-        layers._modules = {name: layer for layer, name in names.items()}
+        layers._modules = dict(layers.named_children())  # each once
     return times
