@@ -42,10 +42,10 @@ BUDGETS = {
     "megatron/fsdp/runtime": 2_686,
     "megatron/fsdp/sharding": 695,
     "megatron/fsdp/state": 704,
-    "megatron/fsdp/tools": 3_140,
-    "megatron/fsdp/tools/predict": 1_808,
+    "megatron/fsdp/tools": 3_170,
+    "megatron/fsdp/tools/predict": 1_832,
     "megatron_fsdp": 149,
-    "tests": 42_027,
+    "tests": 42_069,
 }
 
 # Phrases, as regular expressions, and the word that people of this field search for. A line may end at a space.

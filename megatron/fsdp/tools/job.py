@@ -58,11 +58,6 @@ class Job:
         paths = [path for name in named for path in (Path(name), self.folder / name) if path.is_file()]
         return any(HANDLER in path.read_text(errors="replace") for path in paths)
 
-    @property
-    def ignores_signals(self) -> bool:
-        """Whether the run goes on until the time limit, as a conversion does in TAIL."""
-        return self.shares_tail and CONVERTER in self.text
-
     def word(self, flag: str) -> str:
         """The word after a flag of the command, or after a variable and =; the last counts. Empty if there is none."""
         return dict(pairwise(self._command)).get(flag, "")
@@ -181,7 +176,8 @@ def _of_schedule(job: Job, step: float | None) -> list[str]:
             )
     limit, duration, interval = job.time_limit, job.number("--exit-duration-in-mins"), job.number("--save-interval")
     signalled = None if limit is None else (limit - (job.grace or 0)) / 60
-    if signalled is not None and signalled < LEAST_MINUTES and not job.ignores_signals:
+    # In TAIL, a conversion ignores the signal.
+    if signalled is not None and signalled < LEAST_MINUTES and not (job.shares_tail and CONVERTER in job.text):
         found.append(
             f"the signal comes after {signalled:.0f} minutes, and again after each requeue. Use --time or "
             f"SBATCH_TIMELIMIT of at least {LEAST_MINUTES + (job.grace or 0) / 60:.0f} minutes, or a shorter grace."
