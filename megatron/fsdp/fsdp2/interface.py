@@ -347,6 +347,8 @@ class FSDPModule(MarkedModule):
             mark.reshard_after_forward = reshard_after_forward
             if (unit := mark.unit()) is not None:
                 unit.keep_weights(not reshard_after_forward)
+        if (model := mark_of(self).model()) is not None:
+            model.engine.schedule.plans.follow_units()
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the summed gradients of this module's unit by ``factor``, instead of by the number of ranks."""

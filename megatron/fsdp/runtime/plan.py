@@ -228,7 +228,7 @@ class Plans:
         self.recording = True
         self.orders_differ = self.unusual = self._has_warned = False
         self._attempts = 0
-        self._known: dict[tuple[bool, ...], Plan] = {}
+        self._known: dict[tuple[tuple[bool, bool], ...], Plan] = {}
         self._gathered = {unit.index for unit in units if unit.temporary or unit.is_directional}
 
     def _backward(self, requested: list[Op]) -> Plan:
@@ -275,21 +275,19 @@ class Plans:
 
         return self._backward(requested(self._units[0]))
 
-    def _trainable(self) -> tuple[bool, ...]:
-        return tuple(unit.trainable for unit in self._units)
+    def _kinds(self) -> tuple[tuple[bool, bool], ...]:
+        return tuple((unit.trainable, unit.keeps_weights) for unit in self._units)
 
     def follow_freezing(self) -> None:
         """Plan the backward for the units that take gradients now, if others did before."""
         if any([group.follow_freezing() for unit in self._units for group in unit.groups]):
-            known = self._known.get(self._trainable())
-            self.backward = self._usual = known or self._guessed_backward()
-            self.recording = known is None
+            self.follow_units()
 
-    def follow_keeping(self) -> None:
-        """Plan the backward, and record it, for the units that keep their weights after forward now."""
-        self._known.clear()
-        self.backward = self._usual = self._guessed_backward()
-        self.recording, self._attempts = True, 0
+    def follow_units(self) -> None:
+        """Plan the backward for the units that take gradients, and those that keep their weights after forward, now."""
+        known = self._known.get(self._kinds())
+        self.backward = self._usual = known or self._guessed_backward()
+        self.recording = known is None
 
     def follow_recorded(self) -> None:
         """Make what was recorded the plans, if the ranks' recordings can be merged. A collective.
@@ -315,7 +313,7 @@ class Plans:
             )
         else:
             self._follow(forward, backward)
-        self._known[self._trainable()] = self._usual
+        self._known[self._kinds()] = self._usual
 
     def _follow(self, forward: list[Op], backward: list[Op]) -> None:
         """Make these the plans, with the operations that they lack and that one rank alone may request later."""

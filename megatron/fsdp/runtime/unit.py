@@ -231,9 +231,7 @@ class Unit:
 
     def keep_weights(self, keeps: bool) -> None:
         """Set whether the unit keeps its weights after forward. All ranks call it. Backward gathers over all."""
-        if keeps is not self.keeps_weights and (schedule := self.schedule()) is not None:
-            self.keeps_weights = keeps
-            schedule.plans.follow_keeping()
+        self.keeps_weights = keeps
         for group in self.groups:
             group.weights.gather_all()
 
