@@ -27,6 +27,16 @@ FOUND: dict[str, Program] = {
             step("optimize"),
         ],
     ),
+    # Blocks' outputs are no tensors, so hooks come to the blocks before the root, whose weights are gathered again.
+    "root_after_blocks": Program(
+        Setting(interface="fsdp2", features=Features(returns="iterator")),
+        [step("apart", orders=((0,), (1,))), step("backward")],
+    ),
+    # An evaluation has resharded a root that was kept for the backward.
+    "root_after_blocks_and_evaluation": Program(
+        Setting(features=Features(returns="iterator")),
+        [step("apart", orders=((0,), (1,))), step("forward", mode="no_grad"), step("backward")],
+    ),
     # A step with a closure, while no backward synchronizes gradients.
     "closure_without_sync": Program(Setting(sync_each=False), [step("closure")]),
     # Wrong: parameters got back their .data after an evaluation with an average, and had the average's values.

@@ -248,8 +248,7 @@ class Plans:
 
         All ranks keep the same units, those that a rank has skipped included, so they gather the same ones.
         """
-        # A backward through the root begins with it on all ranks, so it needs no place in the plan.
-        kept = {op.unit_index for op in self._kept()} - {self._units[0].index}
+        kept = {op.unit_index for op in self._kept()}
         lost = {index for index in kept if self._units[index].state is WeightState.SHARDED}
         self.backward = self._usual
         requested = self._usual.requested

@@ -204,6 +204,11 @@ class Schedule:
             self.invalidate(written)
             for unit in [u for u in self.units if u.state is WeightState.UNSHARDED]:
                 unit.unshard()
+        root, first = self.units[0], self.plans.backward.ahead()
+        if first == Op(OpKind.UNSHARD, root.index) and root.state is WeightState.SHARDED and not self._in_order:
+            # On all ranks: hooks may come to other units first, such as those that return no tensors.
+            self._advance_to(self.plans.backward, first)
+            root.to(WeightState.UNSHARDED)
 
     def finish_backward(self) -> None:
         """End a backward: reshard the remaining units and reduce the remaining gradients, in the order of the plan."""
