@@ -27,16 +27,6 @@ FOUND: dict[str, Program] = {
             step("optimize"),
         ],
     ),
-    # Blocks' outputs are no tensors, so hooks come to the blocks before the root, whose weights are gathered again.
-    "root_after_blocks": Program(
-        Setting(interface="fsdp2", features=Features(returns="iterator")),
-        [step("apart", orders=((0,), (1,))), step("backward")],
-    ),
-    # An evaluation has resharded a root that was kept for the backward.
-    "root_after_blocks_and_evaluation": Program(
-        Setting(features=Features(returns="iterator")),
-        [step("apart", orders=((0,), (1,))), step("forward", mode="no_grad"), step("backward")],
-    ),
     # A step with a closure, while no backward synchronizes gradients.
     "closure_without_sync": Program(Setting(sync_each=False), [step("closure")]),
     # Wrong: parameters got back their .data after an evaluation with an average, and had the average's values.
@@ -284,6 +274,21 @@ FOUND: dict[str, Program] = {
     # Sums of squares and full tensors of weights in a loss.
     "regularizer": Program(
         Setting(), [step("regularized", kind="pow"), step("regularized", kind="full"), step("optimize")]
+    ),
+    # The output of a block is that of its last layer, a unit as well, so hooks come to the layer before the block.
+    "nested_units_with_one_output": Program(
+        Setting(interface="fsdp2", units="nested", features=Features(returns="inner")),
+        [step("apart", orders=((0, 1), ())), step("backward")],
+    ),
+    # Blocks' outputs are no tensors, so hooks come to the blocks before the root, whose weights are gathered again.
+    "root_after_blocks": Program(
+        Setting(interface="fsdp2", features=Features(returns="iterator")),
+        [step("apart", orders=((0,), (1,))), step("backward")],
+    ),
+    # An evaluation has resharded a root that was kept for the backward.
+    "root_after_blocks_and_evaluation": Program(
+        Setting(features=Features(returns="iterator")),
+        [step("apart", orders=((0,), (1,))), step("forward", mode="no_grad"), step("backward")],
     ),
     # After a backward, a unit whose inputs need no gradients was no longer known to be in the graph of a second one.
     "second_backward_of_other_blocks": Program(

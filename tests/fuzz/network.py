@@ -22,7 +22,7 @@ class Features(NamedTuple):
     reentrant: bool = False
     dropout: bool = False
     batchnorm: bool = False
-    returns: str = "tensor"  # "object": blocks return an object of a class of their own; "iterator": an iterator
+    returns: str = "tensor"  # "object", "iterator": what holds a block's output; "inner": its last layer's output itself
     forces: str = "no"  # the forward adds gradients of its results, which are a part of the "graph" or not
     saved: str = "no"  # tensors that autograd saves are copied, by torch's save_on_cpu or by hooks
     embedded: bool = False  # a unit sees the batch before each block, as the embedding of later tokens does
@@ -36,7 +36,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "reentrant": (False, True),
     "dropout": (False, False, True),
     "batchnorm": (False, False, True),
-    "returns": ("tensor", "tensor", "tensor", "object", "iterator"),
+    "returns": ("tensor", "tensor", "tensor", "object", "iterator", "inner"),
     "saved": ("no", "no", "no", "cpu", "clone"),
     "embedded": (False, False, True),
     "forces": ("no", "no", "detached", "graph"),
@@ -152,10 +152,13 @@ class Block(nn.Module):
     def __init__(self, features: Features) -> None:
         super().__init__()
         self.features = features
+        odd = Odd() if features.odd == "block" else nn.Identity()
+        if features.returns == "inner":
+            self.odd = odd  # layers are registered in the order in which they run
         self.norm = Norm(WIDTH)
         self.up = Linear(WIDTH, 2 * WIDTH)
         self.down = Linear(2 * WIDTH, WIDTH)
-        self.odd = Odd() if features.odd == "block" else nn.Identity()
+        self.odd = odd
         self.extra = EXTRA[features.extra]()
         self.dropout = nn.Dropout(0.2 if features.dropout else 0.0)
         self.aux: torch.Tensor | None = None
@@ -164,14 +167,16 @@ class Block(nn.Module):
         return self.down(torch.tanh(self.up(self.extra(self.norm(x)))))
 
     def forward(self, x: torch.Tensor) -> Output:
+        inner = self.features.returns == "inner"
+        x = self.odd(x) if inner else x
         if self.features.checkpoint == "inside":
             y = checkpoint(self.inner, x, use_reentrant=self.features.reentrant)
         else:
             y = self.inner(x)
         self.aux = y.float().pow(2).mean()
-        result = self.odd(x + self.dropout(y))
-        outputs: dict[str, Output] = {"tensor": result, "object": Result(result), "iterator": iter([result])}
-        return outputs[self.features.returns]
+        result = y if inner else self.odd(x + self.dropout(y))
+        outputs: dict[str, Output] = {"object": Result(result), "iterator": iter([result])}
+        return outputs.get(self.features.returns, result)
 
 
 class Embedding(Linear):

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from .network import Block, Embedding, Features, Net
+from .network import Block, Embedding, Features, Linear, Net
 
 # Of batches. "bf16" casts fp32 weights to compute; "main" has bf16 ones, and fp32 main weights.
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "main": torch.bfloat16}
@@ -34,7 +34,7 @@ class Setting(NamedTuple):
     interface: str = "own"
     strategy: int = 3
     outer: int = 0  # 1: HSDP shards the optimizer state over the copies, too
-    units: str = "block"
+    units: str = "block"  # "fine": one module each; "nested": blocks, and linear layers inside
     double_buffer: bool = False
     offload: bool = False
     overlap: bool = True
@@ -99,7 +99,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "interface": ("own", "own", "own", "fsdp2"),
     "strategy": (3, 2, 1, 0),
     "outer": (0, 1, 1),
-    "units": ("block", "block", "none", "whole", "fine"),
+    "units": ("block", "block", "none", "whole", "fine", "nested"),
     "double_buffer": (False, False, False, True),
     "offload": (False, False, False, False, True),
     "overlap": (True, True, True, False),
@@ -170,7 +170,7 @@ def shard(net: Net, setting: Setting, place: Meshes, torchs: bool) -> tuple[Any,
     if setting.mesh != "flat":
         arguments |= {"dp_outer_dim": "copies"} if setting.mesh == "hsdp" else {"tp_dim": "tp"}
     classes: list[type[nn.Module]] = [Block, *([Embedding] if setting.features.embedded else [])]
-    units: Any = {"none": None, "whole": []}.get(setting.units, classes)
+    units: Any = {"none": None, "whole": [], "nested": [Block, Linear]}.get(setting.units, classes)
     compute = torch.bfloat16 if setting.precision == "bf16" else None
     main = torch.float32 if setting.precision == "main" else None
     arguments["reshard_after_forward"] = 2 if setting.within else None
@@ -214,7 +214,7 @@ def _mark(net: Net, setting: Setting, place: Meshes, torchs: bool) -> None:
     # They have no forward, or FSDP2 refuses them, or another module reads their weights.
     no_units = nn.ModuleList, nn.ParameterList, nn.ParameterDict, NonDynamicallyQuantizableLinear
     parts = [m for m in net.blocks.modules() if any(True for _ in m.parameters(False)) and not isinstance(m, no_units)]
-    fine = parts if setting.units == "fine" else []
+    fine = {"fine": parts, "nested": [m for m in parts if isinstance(m, Linear)]}.get(setting.units, [])
     embedding = [] if net.embedding is None else [net.embedding]
     for module in [*fine, *([*embedding, *net.blocks] if setting.units != "whole" else [])]:
         api.fully_shard(module, **arguments)

@@ -307,7 +307,10 @@ def _build_units(
         if settings.divisor is not None:
             unit.rescale_gradients(index.size / settings.divisor)
     for part in parts:
-        units[part.index].children += [units[child.index] for child in part.children]
+        unit = units[part.index]
+        unit.children += [units[child.index] for child in part.children]
+        for child in unit.children:
+            child.around = [*unit.around, unit]
     batch = QuantizationBatch()
     for group in (group for place in range(len(parts)) for group in units[place].groups):
         if group.storage is not None:

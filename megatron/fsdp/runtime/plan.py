@@ -102,6 +102,10 @@ class Plan:
         first, self.done = self.done, target + 1
         return range(first, target + 1)
 
+    def lies_ahead(self, op: Op) -> bool:
+        """Whether the computation may still request ``op`` in this pass, as planned."""
+        return op in self.requested[self.done :]
+
     def last_request(self, unit_index: int) -> Op | None:
         """The last operation on a unit that the computation has requested in this pass."""
         return next((op for op in reversed(self.recorded) if op.unit_index == unit_index), None)

@@ -92,10 +92,8 @@ class Schedule:
         The list ends before a unit whose main weights are in the memory that an unshard writes to, or are quantized
         together with those of the other units.
         """
-        if not self._prefetches:
-            return []
         first: list[Unit] = []
-        for unit in self.plans.next_forward_units():
+        for unit in self.plans.next_forward_units() if self._prefetches else ():
             full = sum(u.temporary and not u.is_root for u in first) == self._config.max_unsharded_units
             if full or unit.quantized or not all(group.weights.main_is_apart for group in unit.groups):
                 break
@@ -204,11 +202,6 @@ class Schedule:
             self.invalidate(written)
             for unit in [u for u in self.units if u.state is WeightState.UNSHARDED]:
                 unit.unshard()
-        root, first = self.units[0], self.plans.backward.ahead()
-        if first == Op(OpKind.UNSHARD, root.index) and root.state is WeightState.SHARDED and not self._in_order:
-            # On all ranks: hooks may come to other units first, such as those that return no tensors.
-            self._advance_to(self.plans.backward, first)
-            root.to(WeightState.UNSHARDED)
 
     def finish_backward(self) -> None:
         """End a backward: reshard the remaining units and reduce the remaining gradients, in the order of the plan."""
@@ -319,24 +312,24 @@ class Schedule:
         """Handle the gradient of an output: the unit's backward starts."""
         if self._inner is not None:
             if unit.state is not WeightState.FORWARD:
-                if self.passes.kept is unit:
-                    self.passes.kept = None
                 self._use(self.plans.forward, unit, WeightState.FORWARD)
                 self._inner.append(unit)
             return
         self._begin_backward()
+        for each in unit.around if not self._in_order else ():
+            # Hooks come to a unit before those around it whose output is its own, or no tensor; perhaps on one rank.
+            op = Op(OpKind.UNSHARD, each.index)
+            if each.state in (WeightState.SHARDED, WeightState.UNSHARDING) and self.plans.backward.lies_ahead(op):
+                self._advance_to(self.plans.backward, op)
+                each.to(WeightState.UNSHARDED)
         unit.took_part = True
-        if unit.state is WeightState.BACKWARD:
-            return
-        if self.passes.kept is unit:
-            self.passes.kept = None
-        self._use(self.plans.backward, unit, WeightState.BACKWARD)
+        if unit.state is not WeightState.BACKWARD:
+            self._use(self.plans.backward, unit, WeightState.BACKWARD)
 
     def enter_aside(self, units: list[Unit]) -> None:
         """Unshard units for all of a backward that enters them at something else than their outputs."""
-        if self.passes.by_caller:
-            return
-        for unit in sorted(units, key=lambda each: each.index, reverse=True):
+        by_caller = self.passes.by_caller
+        for unit in () if by_caller else sorted(units, key=lambda each: each.index, reverse=True):
             self.before_backward(unit)
             unit.aside = True
             self.plans.unusual |= self._inner is None
@@ -443,6 +436,8 @@ class Schedule:
     def _use(self, plan: Plan, unit: Unit, state: WeightState) -> None:
         """Unshard a unit whose weights the computation needs, and prefetch the next units."""
         unit.check_not_written()  # since it was used last in this forward
+        if self.passes.kept is unit:
+            self.passes.kept = None
         if unit.state in (WeightState.SHARDED, WeightState.UNSHARDING):
             self._advance_to(plan, Op(OpKind.UNSHARD, unit.index))
         self._unshard(plan, unit)

@@ -73,6 +73,7 @@ class Unit:
         is_root: It is the unit of the outermost module, which owns all parameters outside other units.
         state: State of the weights. Only :meth:`to` changes it.
         children: Units inside this one, in the order of registration.
+        around: Units that this one is inside of, the root first.
         slot: The argument; None if no unshard allocates memory.
         temporary: Whether an unshard allocates memory that a reshard frees.
         quantized: Quantized compute weights, and how they are stored.
@@ -100,6 +101,7 @@ class Unit:
         self.groups = groups
         self.index = index
         self.children: list[Unit] = []
+        self.around: list[Unit] = []
         self.temporary = any(group.weights.temporary for group in groups)
         quantized = [(group.storage, [param.compute for param in group.params]) for group in groups]
         self.quantized = [(storage, params) for storage, params in quantized if storage is not None]

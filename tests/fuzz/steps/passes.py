@@ -48,11 +48,12 @@ def apart(side: Side, orders: tuple[tuple[int, ...], ...]) -> Any:
         orders = ((0,), (1,))
     forces = side.setting.features.forces != "no"  # the gradients in the forward gather units again, as above
     gathered = side.setting.strategy == 3 or side.setting.double_buffer
-    recomputed = gathered and side.setting.units == "fine" and side.setting.features.checkpoint != "no"
+    fine = gathered and side.setting.units in ("fine", "nested")
+    recomputed = fine and side.setting.features.checkpoint != "no"
     in_order = gathered or side.setting.interface == "fsdp2"
     reordered = in_order and (side.reordered or orders[1] == (1, 0))
     # The first pass takes units in the order in which they are registered. Extra layers are registered last.
-    reordered |= gathered and side.setting.units == "fine" and side.setting.features.extra != "no"
+    reordered |= fine and side.setting.features.extra != "no"
     if forces or recomputed or reordered:  # docs/limits.md
         orders = (orders[0], orders[0])
     side.uneven = True
@@ -277,9 +278,10 @@ def lasting_hook(side: Side, kind: str) -> None:
     """A hook that stays until the next such step."""
     side.read()
     # Hooks see gradients when they are synchronized: docs/limits.md. Reading .grad does that.
-    _ = [parameter.grad for parameter in side.parameters()]
-    if "hook" in side.kept:
-        side.kept.pop("hook").remove()
+    handle, hooked = side.kept.pop("hook", (None, []))
+    _ = [parameter.grad for parameter in (*hooked, *side.parameters())]
+    if handle is not None:
+        handle.remove()
         return
     block = side.net.blocks[0]
 
@@ -293,7 +295,7 @@ def lasting_hook(side: Side, kind: str) -> None:
         "tensor": lambda: block.up.register_forward_hook(watch),
         "module": lambda: block.up.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 2,)),
     }
-    side.kept["hook"] = register[kind]()
+    side.kept["hook"] = register[kind](), side.parameters()  # another model may be in use at its end
 
 
 @step(where=("forward", "backward"), interrupt=(False, True), direct=(False, True))
