@@ -15,10 +15,15 @@ from .kinds import step
 SAVES = ("clone", "deepcopy", "pickle", "full", "get", "dcp")
 
 
+def _own_buffers(side: Side) -> bool:
+    """Whether the forwards of a rank write buffers, so that ranks that run other blocks have others."""
+    return side.setting.features.batchnorm or side.setting.features.extra == "spectral_norm"
+
+
 @step(4, kind=SAVES, optimizer=(False, True))
 def save(side: Side, kind: str, optimizer: bool) -> None:
     """Keep a state for a later load."""
-    if side.setting.features.batchnorm and kind in ("dcp", "get"):
+    if _own_buffers(side) and kind in ("dcp", "get"):
         kind = "pickle"  # of buffers that differ between ranks, these keep those of one rank
     state: dict[str, Any] = {"model": side.model.state_dict()}
     if optimizer:
@@ -78,7 +83,7 @@ def resume(side: Side, strategy: int, units: str, kind: str) -> None:
         return  # of another class than the new one
     side.synchronized()
     frozen = not all(parameter.requires_grad for parameter in side.parameters())
-    if kind == "dcp" and (side.setting.features.batchnorm or frozen or side.setting.optimizer == "adagrad"):
+    if kind == "dcp" and (_own_buffers(side) or frozen or side.setting.optimizer == "adagrad"):
         # See "save". DCP loads what a new optimizer has: no state of frozen weights. Adagrad's may have been cleared.
         kind = "full"
     state = {"model": side.model.state_dict(), "optimizer": side.optimizer.state_dict()}

@@ -126,7 +126,8 @@ def average(side: Side, use: str) -> Any:
                 averages[name].copy_(before)
     if use != "graph":
         return None
-    given = {name: full(value) for name, value in averages.items() if name != "blocks.0.up.weight"}
+    # Copies, as the gathered ones are: a later update of the average does not change the graph.
+    given = {name: full(value).clone() for name, value in averages.items() if name != "blocks.0.up.weight"}
     loss = side.loss(torch.func.functional_call(side.net, given, (side.batch(1),)))
     side.losses.append(loss)
     return loss
