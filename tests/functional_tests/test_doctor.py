@@ -97,6 +97,16 @@ def test_a_step_with_experts(dispatcher: str) -> None:
     assert few["peak"]["activations"] < many["peak"]["activations"]
 
 
+def test_a_step_with_grouped_experts() -> None:
+    """One matmul of all experts takes less time than one for each, and as much memory, also for many ranks."""
+    words = [*WORDS, "--bf16", "--disable-bias-linear", "--num-experts", "256", "--expert-model-parallel-size", "64"]
+    alone, grouped = (
+        doctor("--gpu", "h100", *words, *more, world_size=64)["step"] for more in ([], ["--moe-grouped-gemm"])
+    )
+    assert grouped["seconds"] < alone["seconds"]
+    assert grouped["peak"]["activations"] == pytest.approx(alone["peak"]["activations"], rel=0.05)
+
+
 def test_a_search_from_a_command_line() -> None:
     words = [*WORDS, "--bf16", "--recompute-granularity", "full", "--recompute-method", "uniform"]
     searched = ("--gpus", 8, "--gpu", "h100", "--seconds", 25, "--explain")

@@ -17,6 +17,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -203,6 +204,7 @@ class _Run:
         training: Any = importlib.import_module("megatron.training.training")
         schedules: Any = importlib.import_module("megatron.core.pipeline_parallel.schedules")
         attention: Any = resolve_name("megatron.core.transformer.dot_product_attention:DotProductAttention")
+        experts: Any = resolve_name("megatron.core.transformer.moe.experts:SequentialMLP")
         with ExitStack() as active, dry_run(self._wrapper(), lambda: max([KEPT, *self._kept.values()])) as replace:
             replace(validation, "validate_args", self._validate)
             replace(training, "setup_model_and_optimizer", functools.partial(self._set_up, training, active))
@@ -212,6 +214,7 @@ class _Run:
             replace(schedules, "backward_step", self._backward)
             replace(dist, "all_gather_object", _gather_as_neighbours)
             replace(attention, "forward", self._attend)
+            replace(experts, "forward", self._compute_experts)
             try:
                 run(script, arguments)
             except _Ended:
@@ -229,7 +232,8 @@ class _Run:
         args.fake_process_group = True
         args.init_model_with_meta_device = args.perform_initialization = False
         args.save = args.load = args.tensorboard_dir = args.rampup_batch_size = None
-        args.exit_signal_handler = args.nccl_ub = False
+        args.exit_signal_handler = args.nccl_ub = args.manual_gc = False
+        self._grouped = args.moe_grouped_gemm
         # The memory of the state is counted by the layouts.
         args.optimizer_cpu_offload, kept = False, args.optimizer_cpu_offload
         args.use_precision_aware_optimizer = args.use_precision_aware_optimizer and not kept
@@ -357,6 +361,22 @@ class _Run:
             return _Attention.apply(self._recorder.entries, *args[:3])  # query, key and value
         return attend(module, *args, **kwargs)
 
+    def _compute_experts(
+        self, compute: Callable[..., Any], module: Any, tokens: torch.Tensor, counts: torch.Tensor, probs: torch.Tensor
+    ) -> Any:
+        """Experts by one grouped matmul for each of their two layers, as with Transformer Engine."""
+        first, count = module.local_experts[0], len(module.local_experts)
+        plain = first.linear_fc1.bias is None and module.tp_group.size() == 1
+        if not (self._grouped and plain and count > 1):
+            return compute(module, tokens, counts, probs)
+        with ExitStack() as replaced:
+            for name in ("linear_fc1", "linear_fc2"):
+                weights = [getattr(expert, name).weight for expert in module.local_experts]
+                grouped = functools.partial(_Grouped.apply, self._recorder.entries)
+                forward = lambda x, *_, grouped=grouped, weights=weights: (grouped(x, *weights), None)  # noqa: E731
+                replaced.enter_context(mock.patch.object(getattr(first, name), "forward", forward))
+            return first(tokens, probs)
+
     # The result ---------------------------------------------------------------------------------------------------
 
     def _play(self) -> None:
@@ -413,9 +433,31 @@ class _Attention(torch.autograd.Function):
         return None, *made
 
 
-def _cost(flops: int, *tensors: torch.Tensor) -> Cost:
+class _Grouped(torch.autograd.Function):
+    """A linear layer per expert, as far as memory and floating-point operations go.
+
+    The experts' tokens are [all tokens, channels], and their weights [results, channels].
+    """
+
+    @staticmethod
+    def forward(ctx: Any, entries: list[Any], tokens: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        result = tokens.new_empty(len(tokens), len(weights[0]))
+        ctx.save_for_backward(tokens, *weights)
+        ctx.entries, ctx.flops = entries, 2 * tokens.numel() * len(weights[0])
+        entries.append(_cost(ctx.flops, tokens, result, *weights, kind="matmul"))
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        made = [torch.empty_like(tensor) for tensor in ctx.saved_tensors]
+        for read, written in ((ctx.saved_tensors[1:], made[:1]), (ctx.saved_tensors[:1], made[1:])):
+            ctx.entries.append(_cost(ctx.flops, gradients[0], *read, *written, kind="matmul"))
+        return None, *made
+
+
+def _cost(flops: int, *tensors: torch.Tensor, kind: str = "attention") -> Cost:
     dtype = str(tensors[0].dtype).removeprefix("torch.")
-    return Cost("attention", "attention", dtype, flops, sum(tensor.nbytes for tensor in tensors))
+    return Cost(kind, kind, dtype, flops, sum(tensor.nbytes for tensor in tensors))
 
 
 def _gather_as_neighbours(

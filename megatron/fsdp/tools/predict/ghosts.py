@@ -58,10 +58,12 @@ _OF_STORAGE = {aten.set_, aten.resize_, aten.lift_fresh}
 _CHOOSING = {aten.topk, aten.argmax, aten.sort, aten.argsort, aten.max, aten.multinomial}
 # They read as many rows of their first argument as they return.
 _GATHERING = {aten.embedding, aten.index_select, aten.index, aten.gather}
+# They take no time.
+_EMPTY = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
 # More elements than this are not computed, whatever their dtype.
 MOST_COMPUTED = 1 << 26
-# Collectives of at most this many elements are issued with their values.
-SMALL = 1 << 12
+# Collectives of at most this many elements are issued with their values; of integers only, of more.
+SMALL, SMALL_INTEGERS = 1 << 12, 1 << 22
 
 
 class Memory:
@@ -185,7 +187,8 @@ class Ghosts(TorchDispatchMode):
         made = _tensors([result])
         for tensor in made:
             self.see(tensor)
-        self._on_operator(self._cost(packet, args, kwargs, given, made, result))
+        if packet not in _EMPTY:
+            self._on_operator(self._cost(packet, args, kwargs, given, made, result))
         return result
 
     def _result(self, func: Any, packet: Any, args: tuple, kwargs: dict[str, Any], given: list[torch.Tensor]) -> Any:
@@ -230,6 +233,8 @@ class Ghosts(TorchDispatchMode):
                 raise NotImplementedError(
                     f"The step cannot be predicted: operator {func} has no shapes without computing ({error})."
                 ) from error
+            if packet is aten.mkldnn_rnn_layer:
+                result = (*result[:3], _workspace(func, args))
             if key is not None:
                 self._results[key] = result
         spread = packet in _CHOOSING
@@ -259,7 +264,9 @@ class Ghosts(TorchDispatchMode):
 
 def _communicated(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """The results of a collective. The fake backend copies tensors, which would give them pages: it gets empty ones."""
-    if sum(tensor.numel() for tensor in _tensors(args)) <= SMALL:
+    tensors = _tensors(args)
+    most = SMALL if any(map(_is_real, tensors)) else SMALL_INTEGERS
+    if sum(tensor.numel() for tensor in tensors) <= most:
         return func(*args, **kwargs)
     empty = tree_map_only(torch.Tensor, lambda tensor: tensor.new_empty(0), args)
     # Nor do they have parts of the sizes that an all-to-all is given.
@@ -310,6 +317,18 @@ def _made(shape: torch.Tensor, spread: bool, args: tuple) -> torch.Tensor:
         size = args[0].shape[-1] or 1
         return made.copy_(torch.arange(made.numel()).view(made.shape) % size)
     return made.zero_()
+
+
+def _workspace(func: Any, args: tuple) -> torch.Tensor:
+    """What a recurrent layer of CPUs keeps for its backward, on the meta device, whose operator leaves it empty.
+
+    Its bytes grow with the steps, the first dimension of ``args[0]``: the operator itself says how many at a few.
+    """
+    inputs = [tree_map_only(torch.Tensor, torch.zeros_like, arg) for arg in args[1:]]
+    steps, few = len(args[0]), min(len(args[0]), 33)
+    first, last = (func(torch.zeros_like(args[0][:n]), *inputs)[3].numel() for n in (1, few))
+    size = first + (last - first) * (steps - 1) // max(few - 1, 1)
+    return torch.empty(size, dtype=torch.uint8, device="meta")
 
 
 def _written(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
