@@ -25,83 +25,38 @@ from megatron.fsdp.dtensor.placements import (
 )
 from megatron.fsdp.dtensor.ragged_dtensor import RaggedDTensor, has_ragged, local_shard, replicated
 from megatron.fsdp.helpers import patches
-from megatron.fsdp.helpers.patches import Kind, Patch, Patches
+from megatron.fsdp.helpers.patches import Patches
 
-_HERE = "megatron.fsdp.dtensor.torch_patches"
+_HERE = "dtensor.torch_patches"
+_DISPATCHER = "torch.distributed.tensor._dispatch:OpDispatcher"
 
-TORCH = Patches(
-    "PyTorch",
-    [
-        Patch(
-            "torch.distributed._state_dict_utils:_distribute_tensors",
-            "cuts a full tensor into even chunks when a state dict is broadcast from rank 0",
-            f"{_HERE}:distribute_tensors",
-            patches.TORCH,
-        ),
-        Patch(
-            "torch.distributed.checkpoint.state_dict:_init_optim_state",
-            "creates optimizer state to load into by taking a step, so that training would begin with the second step",
-            "megatron.fsdp.optim.hooks:initialize_state",
-            patches.TORCH,
-        ),
-        Patch(
-            "torch.distributed.checkpoint.state_dict:_verify_options",
-            "notes parameters of a model that is sharded meanwhile, and takes one rank's experts for all",
-            "megatron.fsdp.state.loading:before_state_dict",
-            patches.TORCH,
-        ),
-        *(
-            Patch(
-                f"torch.nn.utils{name}",
-                "misses the experts of other ranks, which are not in the mesh of this rank's experts",
-                f"{_HERE}:total_norm",
-                patches.TORCH,
-            )
-            for name in (".clip_grad:_get_total_norm", ":get_total_norm")
-        ),
-        Patch(
-            "torch.utils._foreach_utils:_foreach_supported_types",
-            "makes clipping multiply gradients one by one",
-            f"{_HERE}:with_ragged",
-            patches.TORCH,
-            Kind.FACTORY,
-        ),
-        Patch(
-            "torch.distributed.tensor:DTensor.from_local",
-            "takes a shard of any size for an even one, where optimizers make state like a parameter",
-            f"{_HERE}:from_local",
-            patches.TORCH,
-        ),
-        Patch(
-            "torch.distributed.tensor._dispatch:OpDispatcher._propagate_op_sharding_dispatch_slow_path",
-            "ignores __torch_dispatch__ of subclasses in backward, where no dispatch mode runs before it",
-            f"{_HERE}:dispatch_in_backward",
-            patches.TORCH,
-            before="2.13",
-        ),
-        Patch(
-            "torch.nn:Module._apply",
-            "converts or moves the parameters of a part of a sharded model, which then would not be trained",
-            "megatron.fsdp.runtime.structure:apply_if_allowed",
-            patches.TORCH,
-        ),
-        Patch(
-            "torch.autograd:_engine_run_backward",
-            "weights that backward reads are unsharded before, however it comes to them",
-            "megatron.fsdp.runtime.graph:run_backward",
-            patches.TORCH,
-        ),
-        *(
-            Patch(
-                f"torch.optim:Optimizer.{name}",
-                "may be called before the first step, at which the optimizer of a model sharded in place is attached",
-                "megatron.fsdp.optim.hooks:attach_before",
-                patches.TORCH,
-            )
-            for name in ("state_dict", "load_state_dict")
-        ),
-    ],
-)
+_ROWS = f"""
+    torch.distributed._state_dict_utils:_distribute_tensors -> {_HERE}:distribute_tensors
+        cuts a full tensor into even chunks when a state dict is broadcast from rank 0
+    torch.distributed.checkpoint.state_dict:_init_optim_state -> optim.hooks:initialize_state
+        creates optimizer state to load into by taking a step, so that training would begin with the second step
+    torch.distributed.checkpoint.state_dict:_verify_options -> state.loading:before_state_dict
+        notes parameters of a model that is sharded meanwhile, and takes one rank's experts for all
+    torch.nn.utils.clip_grad:_get_total_norm -> {_HERE}:total_norm
+        misses the experts of other ranks, which are not in the mesh of this rank's experts
+    torch.nn.utils:get_total_norm -> {_HERE}:total_norm
+        misses the experts of other ranks, which are not in the mesh of this rank's experts
+    torch.utils._foreach_utils:_foreach_supported_types -> {_HERE}:with_ragged FACTORY
+        makes clipping multiply gradients one by one
+    torch.distributed.tensor:DTensor.from_local -> {_HERE}:from_local
+        takes a shard of any size for an even one, where optimizers make state like a parameter
+    {_DISPATCHER}._propagate_op_sharding_dispatch_slow_path -> {_HERE}:dispatch_in_backward before=2.13
+        ignores __torch_dispatch__ of subclasses in backward, where no dispatch mode runs before it
+    torch.nn:Module._apply -> runtime.structure:apply_if_allowed
+        converts or moves the parameters of a part of a sharded model, which then would not be trained
+    torch.autograd:_engine_run_backward -> runtime.graph:run_backward
+        weights that backward reads are unsharded before, however it comes to them
+    torch.optim:Optimizer.state_dict -> optim.hooks:attach_before
+        may be called before the first step, at which the optimizer of a model sharded in place is attached
+    torch.optim:Optimizer.load_state_dict -> optim.hooks:attach_before
+        may be called before the first step, at which the optimizer of a model sharded in place is attached
+"""
+TORCH = Patches("PyTorch", patches.rows_of(_ROWS, "megatron.fsdp", patches.TORCH))
 
 
 def apply() -> None:

@@ -177,6 +177,35 @@ def _numbers(version: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", version.partition("+")[0])]
 
 
+def rows_of(text: str, package: str, versions: Versions, optional: bool = False) -> Iterator[Patch]:
+    """The patches of a text: for each, a line that says which name is replaced by which, then lines that say why.
+
+    ::
+
+        torch.nn:Module.cuda -> replacements:stay
+            needs a GPU
+
+    A :class:`Kind`, and the versions that have the name, may end the first line: ``VALUE since=0.19 before=0.20``.
+
+    Args:
+        text: The lines. Those that begin with # are comments.
+        package: Of the replacements.
+        versions: The versions with which the patches were checked.
+        optional: See :class:`Patch`.
+    """
+    entries: list[list[str]] = []
+    for line in (line.strip() for line in text.strip().splitlines()):
+        if " -> " in line:
+            entries.append([line])
+        elif not line.startswith("#"):
+            entries[-1].append(line)
+    for names, *reason in entries:
+        target, _, replacement, *more = names.split()
+        kind = Kind[next(filter(str.isupper, more), Kind.AROUND.name)]
+        bounds = dict(word.split("=") for word in more if "=" in word)
+        yield Patch(target, " ".join(reason), f"{package}.{replacement}", versions, kind, optional, **bounds)
+
+
 def around(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
     """A function that calls ``replacement`` with the original and its arguments."""
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatron.fsdp.helpers.import_name import warn_of_conflict
-from megatron.fsdp.helpers.patches import MEGATRON_CORE, Kind, Patch, Patches, Versions, warn_if_untried
+from megatron.fsdp.helpers.patches import MEGATRON_CORE, Kind, Patch, Patches, Versions, rows_of, warn_if_untried
 
 # Checked on the CPU, where mocks replace Transformer Engine, which Megatron-Bridge imports.
 MEGATRON_BRIDGE = Versions("megatron-bridge", ("0.6.2",))
@@ -16,9 +16,14 @@ _CHECKPOINTING = "megatron.training.checkpointing"
 _DISTRIBUTED_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 _OPTIMIZERS = "megatron.core.optimizer.optimizer"
 _PIPELINE = "megatron.core.pipeline_parallel"
-_SAVING = "training.checkpointing"
-_WRAPPER = "megatron.fsdp.mcore.adapter:FullyShardedDataParallel"
-_ORIGINAL = "megatron.core.distributed.fsdp.src.megatron_fsdp"
+_BRIDGE = "megatron.bridge"
+_SAVING = f"{_BRIDGE}.training.checkpointing"
+_ADAPTERS = f"{_BRIDGE}.models.conversion.peft_bridge:MegatronPeftBridge"
+_HERE = "megatron.fsdp.mcore"
+_WRAPPER = "adapter:FullyShardedDataParallel"
+_FSDP = "megatron.core.distributed.fsdp"
+_ORIGINAL = f"{_FSDP}.src.megatron_fsdp"
+_ADAPTER = f"{_FSDP}.mcore_fsdp_adapter"
 
 _API = "MegatronFSDP MixedPrecisionPolicy FSDPDistributedIndex fully_shard fully_shard_model fully_shard_optimizer"
 # What scripts import from Megatron-Core's FSDP: the module there, the module here, and the names.
@@ -36,19 +41,6 @@ _PUBLIC = (
         "split_dtensor uneven_dtensor_to_full_tensor update_uneven_dtensor_chunk_metadata validate_uneven_dtensor",
     ),
 )
-
-
-def _patch(target: str, reason: str, replacement: str, kind: Kind = Kind.AROUND, **versions: Any) -> Patch:
-    return Patch(target, reason, f"megatron.fsdp.mcore.{replacement}", MEGATRON_CORE, kind, **versions)
-
-
-def _wrapper(target: str, reason: str, **versions: Any) -> Patch:
-    return Patch(target, reason, _WRAPPER, MEGATRON_CORE, Kind.VALUE, **versions)
-
-
-def _in_bridge(target: str, reason: str, replacement: str, kind: Kind = Kind.AROUND) -> Patch:
-    target = f"megatron.bridge.{target}"
-    return Patch(target, reason, f"megatron.fsdp.mcore.{replacement}", MEGATRON_BRIDGE, kind, optional=True)
 
 
 def _public() -> Iterator[Patch]:
@@ -70,296 +62,149 @@ def refuse_original(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     )
 
 
+# Megatron-Core and its training loop.
+_OF_MEGATRON = f"""
+    # The wrapper. The class is looked up by its name, so this row precedes the one that replaces the name.
+    {_ORIGINAL}.megatron_fsdp:MegatronFSDP.__init__ -> patches:refuse_original
+        would run in place of this FSDP where its name was imported before it was replaced
+    {_ADAPTER}:FullyShardedDataParallel -> {_WRAPPER} VALUE
+        is imported by unwrap_model() at every call, to find out which wrappers to remove
+    {_ADAPTER}:FullyShardedDataParallelV1 -> {_WRAPPER} VALUE since=0.20
+        is what unwrap_model() imports since FullyShardedDataParallel is a function that calls it
+    {_FSDP}:FullyShardedDataParallel -> {_WRAPPER} VALUE
+        is what scripts import to wrap a model
+    megatron.core.distributed:FullyShardedDataParallel -> {_WRAPPER} VALUE
+        is what scripts import to wrap a model
+    megatron.training.training:megatron_FSDP -> {_WRAPPER} VALUE before=0.20
+        is what get_model() wraps with, and how train() recognizes a model chunk that has no_sync()
+    megatron.training.training:FullyShardedDataParallel -> {_WRAPPER} VALUE since=0.20
+        is what get_model() wraps with
+    megatron.training.training:FullyShardedDataParallelV1 -> {_WRAPPER} VALUE since=0.20
+        is how train() recognizes a model chunk that has no_sync()
+    megatron.training.models.dist_utils:FullyShardedDataParallel -> {_WRAPPER} VALUE
+        is what model builders wrap a model with
+    # The command line, and building the model.
+    megatron.training.arguments:add_megatron_arguments -> options:add_megatron_arguments
+        lacks options for experts in the versions before they were added
+    megatron.training.arguments:validate_args -> limits:validate_args
+        does not check that settings work with this FSDP before memory is allocated
+    # The beginning and the end of a run.
+    megatron.training.training:train -> limits:train
+        evaluates for process_non_loss_data_func on the last rank, which lacks the others' shards
+    megatron.training.training:initialize_megatron -> ending:initialize
+        leaves the file in which an earlier run has said how it ended
+    megatron.core.datasets.utils:compile_helpers -> ending:compile_if_missing
+        ends the run because the wheel has no Makefile, although it has the compiled helpers
+    megatron.training.global_vars:DistributedSignalHandler -> ending:SignalHandler VALUE
+        does not save at Ctrl-C
+    megatron.training.datasets.data_samplers:DistributedSignalHandler -> ending:SignalHandler VALUE
+        does not save at Ctrl-C
+    megatron.training.training:get_model -> initialization:build_recorded
+        loses how Megatron's layers are initialized if it builds them on the meta device
+    megatron.training.models.dist_utils:build_virtual_pipeline_stages -> initialization:build_recorded
+        builds models from a configuration, and loses how they are initialized in the same way
+    # The optimizer.
+    megatron.core.optimizer:_get_megatron_emerging_optimizer -> muon:get_emerging_optimizer
+        orthogonalizes a rank's part of a matrix as if it were the matrix
+    # Statistics of gradients.
+    megatron.training.training:get_megatron_optimizer -> statistics:get_megatron_optimizer
+        reduces statistics over one optimizer instance, or over tensor- and pipeline-parallel ranks only
+    megatron.core.optimizer:get_megatron_optimizer -> statistics:get_megatron_optimizer
+        reduces statistics over one optimizer instance, or over tensor- and pipeline-parallel ranks only
+    {_OPTIMIZERS}:MegatronOptimizer._filter_grads_for_norm -> statistics:filter_grads_for_norm since=0.19
+        selects a gradient on every rank that has a copy of it
+    {_OPTIMIZERS}:MegatronOptimizer.get_main_grads_for_grad_norm -> statistics:main_grads_for_norm before=0.19
+        selects a gradient on every rank that has a copy of it
+    {_OPTIMIZERS}:MegatronOptimizer.count_zeros -> statistics:count_zeros
+        counts zeros once for every rank that has a copy of the gradient
+    {_OPTIMIZERS}:ChainedOptimizer.count_zeros -> statistics:count_zeros
+        counts zeros once for every rank that has a copy of the gradient
+    megatron.training.training:calc_params_l2_norm -> statistics:params_l2_norm
+        raises an error for shards of different lengths, and cannot compute on weights in host memory
+    megatron.training.training:check_param_hashes_across_dp_replicas -> replicas:check_param_hashes
+        compares the parameters of data-parallel ranks, which are different shards
+    # Overlap of the forward of one micro-batch with the backward of another.
+    {_PIPELINE}.schedules:combined_1f1b_schedule_for_interleaved_pipelining -> overlap:interleaved_step
+        rejects FSDP
+    {_PIPELINE}.combined_1f1b:combined_forward_backward_step -> overlap:combined_step
+        does not call the model, whose hooks begin and end passes
+    megatron.core.models.common.model_chunk_schedule_plan:TransformerLayerSchedulePlan.run -> overlap:run_layers
+        does not call layers, whose hooks unshard and reshard them
+    # The optimizer in host memory.
+    megatron.training.training:get_megatron_ddp_config -> options:get_megatron_ddp_config
+        does not tell the wrapper that the optimizer is offloaded to the CPU, and how experts are sharded
+    megatron.core.optimizer:HybridDeviceOptimizer -> offload:build_optimizer
+        makes further copies of main weights on the host, and its state cannot be saved with FSDP
+    # Saving and loading.
+    {_CHECKPOINTING}:generate_state_dict -> save:generate_state_dict
+        collects a checkpoint's state and does not keep the model chunks that it belongs to
+    {_CHECKPOINTING}:preprocess_fsdp_dtensor_state_dict -> save:preprocess
+        communicates to find out which slices the ranks have, which the layout says
+    {_CHECKPOINTING}:torch -> storage:torch_view FACTORY
+        saves and loads with torch.distributed.checkpoint, which overwrites checkpoints and unpickles anything
+    {_CHECKPOINTING}:maybe_msc -> storage:FileView FACTORY
+        has no files on object storage, except through NVIDIA's client
+    {_CHECKPOINTING}:shutil -> storage:shutil_view FACTORY
+        removes checkpoints of file systems only
+    {_CHECKPOINTING}:FileSystemReader -> torch_dist:Reader VALUE
+        unpickles a checkpoint's metadata without restrictions
+    {_CHECKPOINTING}:get_async_strategy -> background:get_async_strategy
+        chooses a background writer that makes no checksums and leaves files behind if it fails
+    megatron.training.async_utils:get_async_strategy -> background:get_async_strategy
+        ends a background save, and leaves its files behind if it failed
+    megatron.core.dist_checkpointing.strategies.async_utils:mp -> background:multiprocessing_view FACTORY
+        starts processes that outlive a killed rank
+    megatron.core.dist_checkpointing.strategies.filesystem_async:mp -> background:multiprocessing_view FACTORY
+        starts processes that outlive a killed rank
+    {_CHECKPOINTING}:_get_checkpoint_format -> torch_dist:checkpoint_format
+        does not load a torch_dist checkpoint into a run that saves fsdp_dtensor
+    {_CHECKPOINTING}:get_load_checkpoint_path_by_args -> resuming:load_path
+        raises a TypeError with fsdp_dtensor if --pretrained-checkpoint is given without --load
+    {_CHECKPOINTING}:get_checkpoint_name -> resuming:checkpoint_name
+        finds a checkpoint only in folders iter_* and release of the folder that --load names
+    {_CHECKPOINTING}:read_metadata -> resuming:read_metadata
+        ends the run if the tracker file cannot be read, and trusts the checkpoint that it names
+    {_CHECKPOINTING}:_load_base_checkpoint -> resuming:load_base_checkpoint
+        starts from random weights if the tracker file is missing, and later overwrites the checkpoints
+    {_CHECKPOINTING}:checkpoint_exists -> resuming:checkpoint_exists
+        finds no checkpoint if the tracker file is missing, so that --pretrained-checkpoint is loaded instead
+    # The optimizer's state.
+    {_DISTRIBUTED_OPTIMIZER}._param_name -> optimizer_state:param_name
+        gives parameters of different pipeline stages and expert-parallel ranks the same name
+    {_DISTRIBUTED_OPTIMIZER}._init_optimizer_states_with_dummy_values -> optimizer_state:initialize
+        takes a step to create state to load into; if nothing is loaded, training begins with the second step
+    {_DISTRIBUTED_OPTIMIZER}.sharded_param_state_fsdp_dtensor -> optimizer_state:state_to_save
+        saves moments in fp16 and FP8 without their scales
+    {_DISTRIBUTED_OPTIMIZER}._param2group_meta_to_param_groups -> optimizer_state:groups_to_load
+        takes the learning rates of the checkpoint with every option, and empties groups without parameters
+    {_DISTRIBUTED_OPTIMIZER}._copy_model_params_to_main_params -> optimizer_state:copy_model_params_to_main_params
+        raises an error with FSDP after loading without optimizer state, although main weights were loaded
+    {_DISTRIBUTED_OPTIMIZER}._collect_main_grad_data_for_unscaling -> optimizer_state:gradients_to_unscale
+        unscales gradients of empty shards, which a fused optimizer must not see
+"""
+
+# Megatron-Bridge has copies of these. It builds and wraps models with the functions above.
+_OF_BRIDGE = f"""
+    {_BRIDGE}.training.setup:megatron_FSDP -> {_WRAPPER} VALUE
+        is how it recognizes a model chunk that has no_sync()
+    {_SAVING}:generate_state_dict -> save:generate_state_dict
+        is a copy of Megatron's function
+    {_SAVING}:preprocess_fsdp_dtensor_state_dict -> save:preprocess
+        is a copy of Megatron's function
+    {_SAVING}:torch -> storage:torch_view FACTORY
+        saves and loads as Megatron does
+    {_SAVING}:apply_peft_adapter_filter_to_state_dict -> bridge:filter_adapters
+        removes base weights from a checkpoint's state, and loses the model chunks that it belongs to
+    {_ADAPTERS}.materialize_adapter_weights -> bridge:materialize_adapters
+        computes with shards of adapters as with full ones
+"""
+
 MEGATRON = Patches(
     "Megatron-Core and its training loop",
     [
-        # The wrapper. The class is looked up by its name, so this row precedes the one that replaces the name.
-        _patch(
-            f"{_ORIGINAL}.megatron_fsdp:MegatronFSDP.__init__",
-            "would run in place of this FSDP where its name was imported before it was replaced",
-            "patches:refuse_original",
-        ),
-        _wrapper(
-            "megatron.core.distributed.fsdp.mcore_fsdp_adapter:FullyShardedDataParallel",
-            "is imported by unwrap_model() at every call, to find out which wrappers to remove",
-        ),
-        _wrapper(
-            "megatron.core.distributed.fsdp.mcore_fsdp_adapter:FullyShardedDataParallelV1",
-            "is what unwrap_model() imports since FullyShardedDataParallel is a function that calls it",
-            since="0.20",
-        ),
-        _wrapper("megatron.core.distributed.fsdp:FullyShardedDataParallel", "is what scripts import to wrap a model"),
-        _wrapper("megatron.core.distributed:FullyShardedDataParallel", "is what scripts import to wrap a model"),
-        _wrapper(
-            "megatron.training.training:megatron_FSDP",
-            "is what get_model() wraps with, and how train() recognizes a model chunk that has no_sync()",
-            before="0.20",
-        ),
-        _wrapper("megatron.training.training:FullyShardedDataParallel", "is what get_model() wraps with", since="0.20"),
-        _wrapper(
-            "megatron.training.training:FullyShardedDataParallelV1",
-            "is how train() recognizes a model chunk that has no_sync()",
-            since="0.20",
-        ),
-        _wrapper(
-            "megatron.training.models.dist_utils:FullyShardedDataParallel", "is what model builders wrap a model with"
-        ),
-        # The command line, and building the model.
-        _patch(
-            "megatron.training.arguments:add_megatron_arguments",
-            "lacks options for experts in the versions before they were added",
-            "options:add_megatron_arguments",
-        ),
-        _patch(
-            "megatron.training.arguments:validate_args",
-            "does not check that settings work with this FSDP before memory is allocated",
-            "limits:validate_args",
-        ),
-        # The beginning and the end of a run.
-        _patch(
-            "megatron.training.training:train",
-            "evaluates for process_non_loss_data_func on the last rank, which lacks the others' shards",
-            "limits:train",
-        ),
-        _patch(
-            "megatron.training.training:initialize_megatron",
-            "leaves the file in which an earlier run has said how it ended",
-            "ending:initialize",
-        ),
-        _patch(
-            "megatron.core.datasets.utils:compile_helpers",
-            "ends the run because the wheel has no Makefile, although it has the compiled helpers",
-            "ending:compile_if_missing",
-        ),
-        *(
-            _patch(
-                f"megatron.training.{module}:DistributedSignalHandler",
-                "does not save at Ctrl-C",
-                "ending:SignalHandler",
-                Kind.VALUE,
-            )
-            for module in ("global_vars", "datasets.data_samplers")
-        ),
-        _patch(
-            "megatron.training.training:get_model",
-            "loses how Megatron's layers are initialized if it builds them on the meta device",
-            "initialization:build_recorded",
-        ),
-        _patch(
-            "megatron.training.models.dist_utils:build_virtual_pipeline_stages",
-            "builds models from a configuration, and loses how they are initialized in the same way",
-            "initialization:build_recorded",
-        ),
-        # The optimizer.
-        _patch(
-            "megatron.core.optimizer:_get_megatron_emerging_optimizer",
-            "orthogonalizes a rank's part of a matrix as if it were the matrix",
-            "muon:get_emerging_optimizer",
-        ),
-        # Statistics of gradients.
-        *(
-            _patch(
-                f"megatron.{module}:get_megatron_optimizer",
-                "reduces statistics over one optimizer instance, or over tensor- and pipeline-parallel ranks only",
-                "statistics:get_megatron_optimizer",
-            )
-            for module in ("training.training", "core.optimizer")
-        ),
-        _patch(
-            f"{_OPTIMIZERS}:MegatronOptimizer._filter_grads_for_norm",
-            "selects a gradient on every rank that has a copy of it",
-            "statistics:filter_grads_for_norm",
-            since="0.19",
-        ),
-        _patch(
-            f"{_OPTIMIZERS}:MegatronOptimizer.get_main_grads_for_grad_norm",
-            "selects a gradient on every rank that has a copy of it",
-            "statistics:main_grads_for_norm",
-            before="0.19",
-        ),
-        *(
-            _patch(
-                f"{_OPTIMIZERS}:{owner}.count_zeros",
-                "counts zeros once for every rank that has a copy of the gradient",
-                "statistics:count_zeros",
-            )
-            for owner in ("MegatronOptimizer", "ChainedOptimizer")
-        ),
-        _patch(
-            "megatron.training.training:calc_params_l2_norm",
-            "raises an error for shards of different lengths, and cannot compute on weights in host memory",
-            "statistics:params_l2_norm",
-        ),
-        _patch(
-            "megatron.training.training:check_param_hashes_across_dp_replicas",
-            "compares the parameters of data-parallel ranks, which are different shards",
-            "replicas:check_param_hashes",
-        ),
-        # Overlap of the forward of one micro-batch with the backward of another.
-        _patch(
-            f"{_PIPELINE}.schedules:combined_1f1b_schedule_for_interleaved_pipelining",
-            "rejects FSDP",
-            "overlap:interleaved_step",
-        ),
-        _patch(
-            f"{_PIPELINE}.combined_1f1b:combined_forward_backward_step",
-            "does not call the model, whose hooks begin and end passes",
-            "overlap:combined_step",
-        ),
-        _patch(
-            "megatron.core.models.common.model_chunk_schedule_plan:TransformerLayerSchedulePlan.run",
-            "does not call layers, whose hooks unshard and reshard them",
-            "overlap:run_layers",
-        ),
-        # The optimizer in host memory.
-        _patch(
-            "megatron.training.training:get_megatron_ddp_config",
-            "does not tell the wrapper that the optimizer is offloaded to the CPU, and how experts are sharded",
-            "options:get_megatron_ddp_config",
-        ),
-        _patch(
-            "megatron.core.optimizer:HybridDeviceOptimizer",
-            "makes further copies of main weights on the host, and its state cannot be saved with FSDP",
-            "offload:build_optimizer",
-        ),
-        # Saving and loading.
-        _patch(
-            f"{_CHECKPOINTING}:generate_state_dict",
-            "collects a checkpoint's state and does not keep the model chunks that it belongs to",
-            "save:generate_state_dict",
-        ),
-        _patch(
-            f"{_CHECKPOINTING}:preprocess_fsdp_dtensor_state_dict",
-            "communicates to find out which slices the ranks have, which the layout says",
-            "save:preprocess",
-        ),
-        _patch(
-            f"{_CHECKPOINTING}:torch",
-            "saves and loads with torch.distributed.checkpoint, which overwrites checkpoints and unpickles anything",
-            "storage:torch_view",
-            Kind.FACTORY,
-        ),
-        _patch(
-            f"{_CHECKPOINTING}:maybe_msc",
-            "has no files on object storage, except through NVIDIA's client",
-            "storage:FileView",
-            Kind.FACTORY,
-        ),
-        _patch(
-            f"{_CHECKPOINTING}:shutil",
-            "removes checkpoints of file systems only",
-            "storage:shutil_view",
-            Kind.FACTORY,
-        ),
-        _patch(
-            f"{_CHECKPOINTING}:FileSystemReader",
-            "unpickles a checkpoint's metadata without restrictions",
-            "torch_dist:Reader",
-            Kind.VALUE,
-        ),
-        _patch(
-            f"{_CHECKPOINTING}:get_async_strategy",
-            "chooses a background writer that makes no checksums and leaves files behind if it fails",
-            "background:get_async_strategy",
-        ),
-        _patch(
-            "megatron.training.async_utils:get_async_strategy",
-            "ends a background save, and leaves its files behind if it failed",
-            "background:get_async_strategy",
-        ),
-        *(
-            _patch(
-                f"megatron.core.dist_checkpointing.strategies.{module}:mp",
-                "starts processes that outlive a killed rank",
-                "background:multiprocessing_view",
-                Kind.FACTORY,
-            )
-            for module in ("async_utils", "filesystem_async")
-        ),
-        _patch(
-            f"{_CHECKPOINTING}:_get_checkpoint_format",
-            "does not load a torch_dist checkpoint into a run that saves fsdp_dtensor",
-            "torch_dist:checkpoint_format",
-        ),
-        _patch(
-            f"{_CHECKPOINTING}:get_load_checkpoint_path_by_args",
-            "raises a TypeError with fsdp_dtensor if --pretrained-checkpoint is given without --load",
-            "resuming:load_path",
-        ),
-        _patch(
-            f"{_CHECKPOINTING}:get_checkpoint_name",
-            "finds a checkpoint only in folders iter_* and release of the folder that --load names",
-            "resuming:checkpoint_name",
-        ),
-        _patch(
-            f"{_CHECKPOINTING}:read_metadata",
-            "ends the run if the tracker file cannot be read, and trusts the checkpoint that it names",
-            "resuming:read_metadata",
-        ),
-        _patch(
-            f"{_CHECKPOINTING}:_load_base_checkpoint",
-            "starts from random weights if the tracker file is missing, and later overwrites the checkpoints",
-            "resuming:load_base_checkpoint",
-        ),
-        _patch(
-            f"{_CHECKPOINTING}:checkpoint_exists",
-            "finds no checkpoint if the tracker file is missing, so that --pretrained-checkpoint is loaded instead",
-            "resuming:checkpoint_exists",
-        ),
-        # The optimizer's state.
-        _patch(
-            f"{_DISTRIBUTED_OPTIMIZER}._param_name",
-            "gives parameters of different pipeline stages and expert-parallel ranks the same name",
-            "optimizer_state:param_name",
-        ),
-        _patch(
-            f"{_DISTRIBUTED_OPTIMIZER}._init_optimizer_states_with_dummy_values",
-            "takes a step to create state to load into; if nothing is loaded, training begins with the second step",
-            "optimizer_state:initialize",
-        ),
-        _patch(
-            f"{_DISTRIBUTED_OPTIMIZER}.sharded_param_state_fsdp_dtensor",
-            "saves moments in fp16 and FP8 without their scales",
-            "optimizer_state:state_to_save",
-        ),
-        _patch(
-            f"{_DISTRIBUTED_OPTIMIZER}._param2group_meta_to_param_groups",
-            "takes the learning rates of the checkpoint with every option, and empties groups without parameters",
-            "optimizer_state:groups_to_load",
-        ),
-        _patch(
-            f"{_DISTRIBUTED_OPTIMIZER}._copy_model_params_to_main_params",
-            "raises an error with FSDP after loading without optimizer state, although main weights were loaded",
-            "optimizer_state:copy_model_params_to_main_params",
-        ),
-        _patch(
-            f"{_DISTRIBUTED_OPTIMIZER}._collect_main_grad_data_for_unscaling",
-            "unscales gradients of empty shards, which a fused optimizer must not see",
-            "optimizer_state:gradients_to_unscale",
-        ),
+        *rows_of(_OF_MEGATRON, _HERE, MEGATRON_CORE),
         *_public(),
-        # Megatron-Bridge has copies of these. It builds and wraps models with the functions above.
-        _in_bridge(
-            "training.setup:megatron_FSDP",
-            "is how it recognizes a model chunk that has no_sync()",
-            "adapter:FullyShardedDataParallel",
-            Kind.VALUE,
-        ),
-        _in_bridge(f"{_SAVING}:generate_state_dict", "is a copy of Megatron's function", "save:generate_state_dict"),
-        _in_bridge(
-            f"{_SAVING}:preprocess_fsdp_dtensor_state_dict", "is a copy of Megatron's function", "save:preprocess"
-        ),
-        _in_bridge(f"{_SAVING}:torch", "saves and loads as Megatron does", "storage:torch_view", Kind.FACTORY),
-        _in_bridge(
-            f"{_SAVING}:apply_peft_adapter_filter_to_state_dict",
-            "removes base weights from a checkpoint's state, and loses the model chunks that it belongs to",
-            "bridge:filter_adapters",
-        ),
-        _in_bridge(
-            "models.conversion.peft_bridge:MegatronPeftBridge.materialize_adapter_weights",
-            "computes with shards of adapters as with full ones",
-            "bridge:materialize_adapters",
-        ),
+        *rows_of(_OF_BRIDGE, _HERE, MEGATRON_BRIDGE, optional=True),
     ],
 )
 
@@ -383,7 +228,7 @@ def install(replacement: Callable[..., Any] | None = None) -> None:
             the supported versions.
     """
     try:
-        MEGATRON.install(instead=None if replacement is None else {_WRAPPER: replacement})
+        MEGATRON.install(instead=None if replacement is None else {f"{_HERE}.{_WRAPPER}": replacement})
     except ImportError as error:
         raise ImportError(f"megatron.fsdp.mcore.install() needs megatron-core[training]. {error}") from error
     warn_of_conflict()

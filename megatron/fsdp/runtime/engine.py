@@ -22,7 +22,7 @@ from megatron.fsdp.comm.context import CommContext
 from megatron.fsdp.comm.journal import JOURNAL, report_on_failure
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
-from megatron.fsdp.helpers.patches import TORCH, Kind, Patch, Patches
+from megatron.fsdp.helpers.patches import TORCH, Patches, rows_of
 from megatron.fsdp.quantized.storage import Direction
 from megatron.fsdp.runtime.agreement import Agreement, buffers_of
 from megatron.fsdp.runtime.partition import owner_of
@@ -465,24 +465,13 @@ def register_after_synchronizing(original: Callable[..., Any], tensor: torch.Ten
 # Reading an attribute of a tensor calls no hook. The property is installed only while gradients wait to be
 # synchronized, so a step whose backward synchronizes pays nothing for it. A placeholder in ``.grad`` that is computed
 # at its first use would need no patch, but only that computation shows which parameters no rank has used.
-GRADIENTS = Patches(
-    "Gradients that wait to be synchronized",
-    [
-        Patch(
-            "torch.distributed.tensor:DTensor.grad",
-            "would be None, or lack micro-batches: clipping and scaling by hand would change nothing",
-            "megatron.fsdp.runtime.engine:synchronizing",
-            TORCH,
-            Kind.FACTORY,
-        ),
-        Patch(
-            "torch.distributed.tensor:DTensor.register_hook",
-            "would be called with gradients of micro-batches before it was registered",
-            "megatron.fsdp.runtime.engine:register_after_synchronizing",
-            TORCH,
-        ),
-    ],
-)
+_ROWS = """
+    torch.distributed.tensor:DTensor.grad -> engine:synchronizing FACTORY
+        would be None, or lack micro-batches: clipping and scaling by hand would change nothing
+    torch.distributed.tensor:DTensor.register_hook -> engine:register_after_synchronizing
+        would be called with gradients of micro-batches before it was registered
+"""
+GRADIENTS = Patches("Gradients that wait to be synchronized", rows_of(_ROWS, "megatron.fsdp.runtime", TORCH))
 
 
 def engines_of(parameters: Iterable[nn.Parameter]) -> list[Engine]:

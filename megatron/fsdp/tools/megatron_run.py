@@ -15,22 +15,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.fsdp.helpers.patches import MEGATRON_CORE, Patch, Patches
+from megatron.fsdp.helpers.patches import MEGATRON_CORE, Patches, rows_of
 from megatron.fsdp.helpers.spelling import bare_name
 from megatron.fsdp.tools.compare_runs import RECORD, Step, run_on_ranks
 from megatron.fsdp.tools.script import edited, run
 
-RECORDING = Patches(
-    "For comparisons with Megatron's DDP",
-    [
-        Patch(
-            "megatron.training.training:train_step",
-            "returns loss and gradient norm of a step, which `verify` records",
-            "megatron.fsdp.tools.megatron_run:record_step",
-            MEGATRON_CORE,
-        )
-    ],
-)
+_ROWS = """
+    megatron.training.training:train_step -> megatron_run:record_step
+        returns loss and gradient norm of a step, which `verify` records
+"""
+RECORDING = Patches("For comparisons with Megatron's DDP", rows_of(_ROWS, "megatron.fsdp.tools", MEGATRON_CORE))
 
 # Options for FSDP only.
 _ONLY_FSDP = """--use-megatron-fsdp --data-parallel-sharding-strategy --outer-dp-sharding-strategy

@@ -12,7 +12,7 @@ from enum import Enum
 from types import SimpleNamespace
 from typing import Any
 
-from megatron.fsdp.helpers.patches import MEGATRON_CORE, TORCH, Kind, Patch, Patches
+from megatron.fsdp.helpers.patches import MEGATRON_CORE, TORCH, Patches, rows_of
 from megatron.fsdp.mcore.cpu import fake_cuda as cuda
 from megatron.fsdp.mcore.cpu.torch_view import (
     creates_on_cpu,
@@ -202,110 +202,53 @@ _KERNELS = (
 CHANGES: tuple[Change, ...] = (*_TORCH, *_TORCH_CUDA, *_KERNELS)
 
 _CPU = "megatron.fsdp.mcore.cpu"
-
-METHODS = Patches(
-    "PyTorch's methods, when Megatron calls them on a CPU",
-    [
-        Patch(target, reason, f"{_CPU}.replacements:{replacement}", TORCH)
-        for target, reason, replacement in (
-            ("torch:Tensor.cuda", "needs a GPU", "stay"),
-            ("torch.nn:Module.cuda", "needs a GPU", "stay"),
-            ("torch:Tensor.pin_memory", "needs a GPU, and speeds up nothing but transfers to one", "stay"),
-            ("torch:Tensor.record_stream", "needs a GPU", "record_no_stream"),
-            (
-                "torch:Tensor.type",
-                "names types that Megatron's optimizers and gradient norm do not accept: they expect CUDA types",
-                "cuda_type",
-            ),
-        )
-    ],
-)
-
-
-def _megatron(target: str, reason: str, replacement: str, kind: Kind = Kind.AROUND) -> Patch:
-    return Patch(target, reason, f"{_CPU}.{replacement}", MEGATRON_CORE, kind, optional=True)
-
-
 _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 _ATTENTION = "megatron.core.transformer.dot_product_attention:DotProductAttention"
-_RECOMPUTATION = "megatron.core.tensor_parallel.random"
-_NOTHING = "fake_cuda:nothing"
+_TENSOR_PARALLEL = "megatron.core.tensor_parallel"
 
-MEGATRON = Patches(
-    "Megatron-Core on a CPU",
-    [
-        _megatron(
-            "megatron.training.arguments:validate_args",
-            "accepts arguments that need a GPU, which are adjusted first",
-            "arguments:validate_adjusted",
-        ),
-        _megatron(
-            "megatron.training.initialize:_warmup_jit_function",
-            "has nothing to compile; its random inputs would make initial weights depend on the parallel sizes",
-            _NOTHING,
-            Kind.VALUE,
-        ),
-        _megatron(
-            "megatron.core.parallel_state:get_nccl_options",
-            "returns options that gloo does not take",
-            _NOTHING,
-            Kind.VALUE,
-        ),
-        _megatron(
-            f"{_OPTIMIZER}.state_dict",
-            "needs the step counts in the state of PyTorch's Adam, which does not exist when a checkpoint is loaded",
-            "replacements:state_dict_at_any_step",
-        ),
-        _megatron(
-            f"{_OPTIMIZER}.load_state_dict",
-            "gives all parameters one tensor of steps, which PyTorch's Adam then increments once per parameter",
-            "replacements:load_separate_steps",
-        ),
-        _megatron(
-            f"{_OPTIMIZER}._set_main_param_and_optimizer_states",
-            "writes fp32 weights, which are views of the model's, with gradients enabled, and an outdated step count",
-            "replacements:set_states_without_step",
-        ),
-        _megatron(
-            f"{_OPTIMIZER}.sharded_param_state_fsdp_dtensor",
-            "leaves out empty shards, for which PyTorch's Adam has no state; ranks with different keys hang",
-            "replacements:complete_sharded_state",
-        ),
-        _megatron(
-            "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
-            "refuses sequence parallelism, because it does not mark its parameters, and weights that are centered "
-            "at 0; other norms need Apex",
-            "replacements:new_norm",
-        ),
-        _megatron(
-            f"{_ATTENTION}.__init__",
-            "refuses context parallelism, and values that are not as large as keys",
-            "attention:initialize",
-        ),
-        _megatron(
-            f"{_ATTENTION}.forward", "attends to the keys and values of its own rank only", "attention:attend_to_all"
-        ),
-        _megatron(
-            "megatron.core.tensor_parallel.mappings:reduce_from_tensor_model_parallel_region",
-            "returns a view if there is one rank, to which experts with biases cannot add; other layers need CUDA",
-            "replacements:reduce_over_several",
-        ),
-        _megatron(
-            f"{_RECOMPUTATION}:CheckpointWithoutOutput.__init__",
-            "reads Transformer Engine's FP8 state for norms and activations, whether or not there is FP8",
-            "replacements:recompute_unquantized",
-        ),
-        _megatron(
-            f"{_RECOMPUTATION}:_get_share_storage",
-            "compiles a C++ extension on each rank during the first backward; a copy costs less on a CPU",
-            "replacements:storage_copier",
-            Kind.VALUE,
-        ),
-        _megatron(
-            "megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu",
-            "converts to NumPy only what it moved off a GPU",
-            "replacements:on_host",
-            Kind.VALUE,
-        ),
-    ],
-)
+_OF_TORCH = """
+    torch:Tensor.cuda -> replacements:stay
+        needs a GPU
+    torch.nn:Module.cuda -> replacements:stay
+        needs a GPU
+    torch:Tensor.pin_memory -> replacements:stay
+        needs a GPU, and speeds up nothing but transfers to one
+    torch:Tensor.record_stream -> replacements:record_no_stream
+        needs a GPU
+    torch:Tensor.type -> replacements:cuda_type
+        names types that Megatron's optimizers and gradient norm do not accept: they expect CUDA types
+"""
+METHODS = Patches("PyTorch's methods, when Megatron calls them on a CPU", rows_of(_OF_TORCH, _CPU, TORCH))
+
+_OF_MEGATRON = f"""
+    megatron.training.arguments:validate_args -> arguments:validate_adjusted
+        accepts arguments that need a GPU, which are adjusted first
+    megatron.training.initialize:_warmup_jit_function -> fake_cuda:nothing VALUE
+        has nothing to compile; its random inputs would make initial weights depend on the parallel sizes
+    megatron.core.parallel_state:get_nccl_options -> fake_cuda:nothing VALUE
+        returns options that gloo does not take
+    {_OPTIMIZER}.state_dict -> replacements:state_dict_at_any_step
+        needs the step counts in the state of PyTorch's Adam, which does not exist when a checkpoint is loaded
+    {_OPTIMIZER}.load_state_dict -> replacements:load_separate_steps
+        gives all parameters one tensor of steps, which PyTorch's Adam then increments once per parameter
+    {_OPTIMIZER}._set_main_param_and_optimizer_states -> replacements:set_states_without_step
+        writes fp32 weights, which are views of the model's, with gradients enabled, and an outdated step count
+    {_OPTIMIZER}.sharded_param_state_fsdp_dtensor -> replacements:complete_sharded_state
+        leaves out empty shards, for which PyTorch's Adam has no state; ranks with different keys hang
+    megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__ -> replacements:new_norm
+        refuses sequence parallelism, because it does not mark its parameters, and weights that are centered
+        at 0; other norms need Apex
+    {_ATTENTION}.__init__ -> attention:initialize
+        refuses context parallelism, and values that are not as large as keys
+    {_ATTENTION}.forward -> attention:attend_to_all
+        attends to the keys and values of its own rank only
+    {_TENSOR_PARALLEL}.mappings:reduce_from_tensor_model_parallel_region -> replacements:reduce_over_several
+        returns a view if there is one rank, to which experts with biases cannot add; other layers need CUDA
+    {_TENSOR_PARALLEL}.random:CheckpointWithoutOutput.__init__ -> replacements:recompute_unquantized
+        reads Transformer Engine's FP8 state for norms and activations, whether or not there is FP8
+    {_TENSOR_PARALLEL}.random:_get_share_storage -> replacements:storage_copier VALUE
+        compiles a C++ extension on each rank during the first backward; a copy costs less on a CPU
+    megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu -> replacements:on_host VALUE
+        converts to NumPy only what it moved off a GPU
+"""
+MEGATRON = Patches("Megatron-Core on a CPU", rows_of(_OF_MEGATRON, _CPU, MEGATRON_CORE, optional=True))
