@@ -1,4 +1,5 @@
 """The names that the code of mistakes with Megatron-Core may use."""
+# ruff: noqa: F401 - the code of README.md uses what is imported here
 
 from types import SimpleNamespace
 
@@ -16,21 +17,6 @@ from tests.megatron_models import (
     tokens,
     transformer_config,
 )
-
-__all__ = [
-    "DistributedDataParallel",
-    "FullyShardedDataParallel",
-    "check_flags",
-    "context",
-    "ddp_config",
-    "dist",
-    "forward_backward",
-    "gpt",
-    "parallel_state",
-    "tokens",
-    "torch",
-    "transformer_config",
-]
 
 # What surrounds the code: Megatron's process groups and random numbers, and the plugin.
 context = megatron

@@ -1,4 +1,5 @@
 """The names that the code of mistakes may use, as a user's script would have imported or defined them."""
+# ruff: noqa: F401 - the code of README.md uses what is imported here
 
 import copy
 import io
@@ -28,42 +29,6 @@ from megatron_fsdp import (
 )
 from tests.models import Block, adamw, assert_same_weights, batches, loss_of, main_weights
 from tests.models import TinyModel as Model
-
-__all__ = [
-    "Block",
-    "DeviceMesh",
-    "DistributedDataParallel",
-    "MegatronFSDP",
-    "MixedPrecisionPolicy",
-    "Model",
-    "adamw",
-    "assert_same_weights",
-    "assert_trains",
-    "copy",
-    "dcp",
-    "deferred_init",
-    "dist",
-    "fully_shard",
-    "fully_shard_model",
-    "fully_shard_optimizer",
-    "init_device_mesh",
-    "io",
-    "largest_gradient",
-    "loss_of",
-    "main_weights",
-    "math",
-    "megatron_fsdp",
-    "nn",
-    "os",
-    "register_forward_method",
-    "register_optimizer",
-    "time",
-    "timedelta",
-    "tokens_of",
-    "torch",
-    "train",
-    "unsharded",
-]
 
 DATA = batches(steps=6, per_step=2)
 

@@ -1,8 +1,9 @@
 """How the ranks of a save or a load agree with each other."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar, cast
 
+import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
@@ -20,6 +21,18 @@ def gather_from_ranks(value: T) -> list[T]:
     if count > 1:
         dist.all_gather_object(values, value)
     return values
+
+
+def on_any_rank(flags: Sequence[bool]) -> list[bool]:
+    """Whether each of some flags is set on any rank. A collective."""
+    if rank_and_world_size()[1] == 1:
+        return list(flags)
+    # A group with several backends, such as the default one, takes tensors in host memory.
+    on_host = "cpu:" in dist.get_backend_config()
+    device = torch.device("cpu") if on_host else torch.accelerator.current_accelerator()
+    found = torch.tensor(flags, dtype=torch.int32, device=device)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return [bool(flag) for flag in found.tolist()]
 
 
 def attempt(work: Callable[[], T]) -> tuple[T | None, str]:

@@ -123,33 +123,25 @@ class LazyTensor:
         zeros = LazyTensor(shape, self.dtype, lambda region: torch.zeros(region.sizes, dtype=self.dtype))
         return cat([self, zeros])
 
-    def select(self, dim: int, index: int) -> "LazyTensor":
-        """Remove a dimension by picking one index of it, as ``torch.select`` does."""
-        part = self.narrow(dim, index, 1)
+    def select(self, index: int) -> "LazyTensor":
+        """Remove the first dimension by picking one index of it."""
+        part = self.narrow(0, index, 1)
+        return LazyTensor(
+            self.shape[1:],
+            self.dtype,
+            lambda region: part.read(Region((0, *region.offsets), (1, *region.sizes))).squeeze(0),
+        )
 
-        def read(region: Region) -> torch.Tensor:
-            return part.read(Region(_inserted(region.offsets, dim, 0), _inserted(region.sizes, dim, 1))).squeeze(dim)
-
-        return LazyTensor(self.shape[:dim] + self.shape[dim + 1 :], self.dtype, read)
-
-    def unsqueeze(self, dim: int) -> "LazyTensor":
-        """Insert a dimension of size 1, as ``torch.unsqueeze`` does."""
-
-        def read(region: Region) -> torch.Tensor:
-            return self.read(Region(_without(region.offsets, dim), _without(region.sizes, dim))).unsqueeze(dim)
-
-        return LazyTensor(_inserted(self.shape, dim, 1), self.dtype, read)
-
-    def chunk(self, count: int, dim: int = 0) -> "list[LazyTensor]":
-        """Split a dimension into ``count`` equal parts.
+    def chunk(self, count: int) -> "list[LazyTensor]":
+        """Split the first dimension into ``count`` equal parts.
 
         Raises:
             ValueError: The dimension is not a multiple of ``count``.
         """
-        if self.shape[dim] % count:
-            raise ValueError(f"expected dimension {dim} to be a multiple of {count}; got shape {self.shape}.")
-        length = self.shape[dim] // count
-        return [self.narrow(dim, i * length, length) for i in range(count)]
+        if self.shape[0] % count:
+            raise ValueError(f"expected dimension 0 to be a multiple of {count}; got shape {self.shape}.")
+        length = self.shape[0] // count
+        return [self.narrow(0, i * length, length) for i in range(count)]
 
 
 def of(tensor: torch.Tensor) -> LazyTensor:
@@ -187,9 +179,18 @@ def cat(parts: Sequence[LazyTensor], dim: int = 0) -> LazyTensor:
     return LazyTensor(_with(parts[0].shape, dim, starts[-1]), parts[0].dtype, read)
 
 
-def stack(parts: Sequence[LazyTensor], dim: int = 0) -> LazyTensor:
-    """Concatenate tensors of one shape along a new dimension, as ``torch.stack`` does."""
-    return cat([part.unsqueeze(dim) for part in parts], dim)
+def stack(parts: Sequence[LazyTensor]) -> LazyTensor:
+    """Concatenate tensors of one shape along a new first dimension, as ``torch.stack`` does."""
+    return cat([_as_one_of_several(part) for part in parts])
+
+
+def _as_one_of_several(part: LazyTensor) -> LazyTensor:
+    """The tensor behind a dimension of size 1."""
+    return LazyTensor(
+        (1, *part.shape),
+        part.dtype,
+        lambda region: part.read(Region(region.offsets[1:], region.sizes[1:])).unsqueeze(0),
+    )
 
 
 def blocks_of(region: Region, itemsize: int, limit: int) -> Iterator[Region]:
@@ -222,7 +223,3 @@ def _with(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
 
 def _without(values: tuple[int, ...], dim: int) -> tuple[int, ...]:
     return values[:dim] + values[dim + 1 :]
-
-
-def _inserted(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
-    return (*values[:dim], value, *values[dim:])

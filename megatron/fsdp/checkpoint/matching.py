@@ -6,10 +6,9 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from megatron.fsdp.checkpoint.coordination import gather_from_ranks, rank_and_world_size
+from megatron.fsdp.checkpoint.coordination import gather_from_ranks, on_any_rank
 from megatron.fsdp.helpers.spelling import did_you_mean
 
 
@@ -127,12 +126,8 @@ def unexpected_keys(sources: Iterable[str], metadata: Metadata) -> list[str]:
     """Return the keys of a checkpoint that no rank loads. A collective."""
     keys = list(metadata.state_dict_metadata)
     loaded = set(sources)
-    flags = torch.tensor([key in loaded for key in keys], dtype=torch.int32)
-    if rank_and_world_size()[1] > 1:
-        # A group with several backends, such as the default one, takes tensors in host memory.
-        flags = flags.to("cpu" if "cpu:" in dist.get_backend_config() else "cuda")
-        dist.all_reduce(flags, dist.ReduceOp.MAX)
-    return [key for key, flag in zip(keys, flags.tolist(), strict=True) if not flag]
+    is_loaded = on_any_rank([key in loaded for key in keys])
+    return [key for key, flag in zip(keys, is_loaded, strict=True) if not flag]
 
 
 def report(found: Match, unexpected: Sequence[str], metadata: Metadata, strictness: Strictness) -> str:

@@ -381,16 +381,14 @@ class CheckpointReader:
         return self.checksums is not None and name in self.checksums.files
 
 
-def open_checkpoint(folder: Path, verify: bool = False) -> CheckpointReader:
-    """Open a checkpoint and compare its metadata with its checksum. Raises the errors of ``CheckpointReader``.
+def open_checkpoint(folder: Path) -> CheckpointReader:
+    """Open a checkpoint and compare its metadata, and no file, with its checksum.
 
-    Args:
-        folder: Of the checkpoint.
-        verify: Also compare each file with its checksum when it is first read.
+    Raises the errors of ``CheckpointReader``.
     """
     for last in (False, True):
         try:
-            opened = CheckpointReader(folder, verify)
+            opened = CheckpointReader(folder, verify=False)
             if opened.checksums is not None:
                 opened.checksums.check_metadata(folder, opened.metadata_crc32)
             break

@@ -17,9 +17,9 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
+from megatron.fsdp.checkpoint.coordination import on_any_rank
 from megatron.fsdp.checkpoint.storage import as_path, is_remote
 
 logger = logging.getLogger(__name__)
@@ -120,13 +120,7 @@ class StopSignals:
         """
         if not self._received and os.path.exists(os.environ.get(STOP_FILE, "")):
             self._received.append(signal.SIGTERM)
-        flag = bool(self._received)
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            on_host = "cpu:" in dist.get_backend_config()
-            device = torch.device("cpu") if on_host else torch.accelerator.current_accelerator()
-            agreed = torch.tensor([flag], dtype=torch.int32, device=device)
-            dist.all_reduce(agreed, dist.ReduceOp.MAX)
-            flag = bool(agreed.item())
+        (flag,) = on_any_rank([bool(self._received)])
         if flag and not self._stopping:
             self._stopping = True
             if _rank() == 0:

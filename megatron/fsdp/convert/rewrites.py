@@ -95,7 +95,7 @@ def _unstack(tensors: Tensors, index: str, is_stacked: Callable[[Name], bool]) -
             found[key] = tensor
             continue
         for number in range(tensor.shape[0]):
-            found[str(replace(name, **{index: str(number)}))] = tensor.select(0, number)
+            found[str(replace(name, **{index: str(number)}))] = tensor.select(number)
     return found
 
 

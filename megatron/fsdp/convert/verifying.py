@@ -6,10 +6,9 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron.fsdp.checkpoint import safe_pickle
-from megatron.fsdp.checkpoint.checksums import METADATA, NAME, Checksums, DamagedCheckpoint
+from megatron.fsdp.checkpoint.checksums import METADATA, NAME, Checksums, DamagedCheckpoint, size_of
 from megatron.fsdp.checkpoint.lazy import Region
-from megatron.fsdp.checkpoint.reader import COMMON, COMMON_KEY, CheckpointReader
+from megatron.fsdp.checkpoint.reader import COMMON, COMMON_KEY, CheckpointReader, common_state
 from megatron.fsdp.checkpoint.safe_pickle import UnsafePickle
 from megatron.fsdp.convert.inspecting import GROUP_META
 from megatron.fsdp.helpers.spelling import bare_name
@@ -75,7 +74,7 @@ def verify(path: Path, progress: Callable[[int], None] = lambda _: None) -> Repo
     progress((path / METADATA).stat().st_size)
     others = [name for name in (COMMON,) if (path / name).is_file()]
     for name in sorted({*named, *others, *(checksums.files if checksums else ())}):
-        files[name] = _file_problem(path, name, checksums, named)
+        files[name] = _problem(partial(_check_file, path, name, checksums, named.get(name, 0)))
         if checksums and (path / name).is_file():
             progress((path / name).stat().st_size)
     problems = [text for text in files.values() if text]
@@ -91,24 +90,16 @@ def verify(path: Path, progress: Callable[[int], None] = lambda _: None) -> Repo
     return Report(files, checked_by, len(reader.tensors), len(reader.objects), problems, unused)
 
 
-def _file_problem(path: Path, name: str, checksums: Checksums | None, named: dict[str, int]) -> str:
-    size = (path / name).stat().st_size if (path / name).is_file() else -1
-    if size < 0:
-        return f"{path / name}: expected a file; got none."
-    if size < named.get(name, 0):
-        return f"{path / name}: expected at least {named[name]} bytes; got {size}."
+def _check_file(path: Path, name: str, checksums: Checksums | None, least: int) -> None:
+    size = size_of(path / name)
+    if size < least:
+        raise DamagedCheckpoint(f"{path / name}: expected at least {least} bytes; got {size}.")
     if checksums and name not in checksums.files:
-        return f"{path / name}: expected a checksum of it in {NAME}; got none."
+        raise DamagedCheckpoint(f"{path / name}: expected a checksum of it in {NAME}; got none.")
     if checksums:
-        found = _problem(lambda: checksums.check_file(path, name))
-        if found:
-            return found
-    return _problem(lambda: _read_common(path)) if name == COMMON else ""
-
-
-def _read_common(path: Path) -> None:
-    with open(path / COMMON, "rb") as file:
-        safe_pickle.load_torch(file, str(path / COMMON))
+        checksums.check_file(path, name)
+    if name == COMMON:
+        common_state(path, verify=False)
 
 
 def _contents(

@@ -212,7 +212,7 @@ def check_sections(state_dict: CheckpointState, keys: Collection[str], folder: P
         RuntimeError: The checkpoint does not say it, and was written with tensor parallelism.
     """
     fused = next((key for key in keys if key.startswith("model.") and key.endswith(f".{FUSED_DOWN}.weight")), None)
-    if fused is not None and _tensor_parallel_size(folder, keys) > 1:
+    if fused is not None and _tensor_parallel_size(folder) > 1:
         raise RuntimeError(
             f"{folder}: expected linear_q_down_proj and linear_kv_down_proj; got {fused}, written with tensor "
             "parallelism. The checkpoint does not say in which order its rows are. Convert a torch_dist checkpoint of "
@@ -222,7 +222,7 @@ def check_sections(state_dict: CheckpointState, keys: Collection[str], folder: P
     # A conversion from torch_dist puts sections in order, and keeps what only the way back needs.
     if not spread or any(key.startswith(f"{LAYOUTS_KEY}.") or key == KEPT for key in keys):
         return
-    ranks = _tensor_parallel_size(folder, keys)
+    ranks = _tensor_parallel_size(folder)
     if ranks > 1:
         raise RuntimeError(
             f"{folder}: the checkpoint does not say in which order the rows of {spread[0]} are. It was written with "
@@ -243,9 +243,6 @@ def _check_scales(state_dict: CheckpointState, saved: Mapping[str, Any], folder:
                 )
 
 
-def _tensor_parallel_size(folder: Path, keys: Collection[str]) -> int:
+def _tensor_parallel_size(folder: Path) -> int:
     """The number of tensor-parallel ranks of the run that wrote a checkpoint; 1 if the checkpoint does not say."""
-    found: dict[str, Any] = {"args": None}
-    if "args" in keys:
-        load_objects(found, checkpoint_id=folder)
-    return getattr(found["args"], "tensor_model_parallel_size", None) or 1
+    return _saved_arguments(folder).get("tensor_model_parallel_size") or 1

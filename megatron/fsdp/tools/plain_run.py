@@ -20,7 +20,7 @@ from torch import nn
 from megatron.fsdp.api.fully_shard import fully_shard
 from megatron.fsdp.runtime.engine import engines_of
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
-from megatron.fsdp.tools.compare_runs import RECORD, Step, run_on_ranks
+from megatron.fsdp.tools.compare_runs import RECORD, Step
 from megatron.fsdp.tools.program import DTYPES, load, unit_classes
 
 SEED = 1234
@@ -144,11 +144,6 @@ def _loss_of(rank: int) -> str:
 
 
 # Sharded -----------------------------------------------------------------------------------------------------------
-
-
-def launch(options: argparse.Namespace, words: list[str], folder: Path) -> str:
-    """Train on ranks of this machine, and record. Returns the end of the log if that fails."""
-    return run_on_ranks(words, options.ranks, folder, options.steps)
 
 
 def record_sharded(options: argparse.Namespace) -> None:

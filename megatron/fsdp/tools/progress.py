@@ -1,5 +1,6 @@
 """Shows on stderr which phase of a long task runs, and how long each took."""
 
+import io
 import time
 from typing import TextIO
 
@@ -12,7 +13,7 @@ class Progress:
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = stream
+        self._stream = stream or io.StringIO()
         self._phase = ""
         self._started = 0.0
 
@@ -20,17 +21,16 @@ class Progress:
         """Begin a phase, which ends the one before."""
         self.end()
         self._phase, self._started = phase, time.monotonic()
-        if self._stream is not None and self._stream.isatty():
+        if self._stream.isatty():
             self._write(f"{phase} ...")
 
     def end(self) -> None:
         """End the current phase, if there is one."""
         if self._phase:
-            again = "\r" if self._stream is not None and self._stream.isatty() else ""
+            again = "\r" if self._stream.isatty() else ""
             self._write(f"{again}{self._phase} ... {time.monotonic() - self._started:.1f} s\n")
         self._phase = ""
 
     def _write(self, text: str) -> None:
-        if self._stream is not None:
-            self._stream.write(text)
-            self._stream.flush()
+        self._stream.write(text)
+        self._stream.flush()

@@ -37,7 +37,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from megatron.fsdp.api.fully_shard import fully_shard
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
 from megatron.fsdp.sharding.strategy import INNER
-from megatron.fsdp.version import __version__
+from megatron.fsdp.tools.versions import versions
 
 STEPS, VOCABULARY, TOKENS = 4, 96, 33
 # Relative differences from DDP. Sums over ranks are taken in a different order; bf16 has 8 bits.
@@ -81,7 +81,7 @@ class Machine:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         self.device = torch.device("cuda", torch.cuda.current_device()) if self.on_gpu else torch.device("cpu")
         if "RANK" not in os.environ:
-            os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT=str(_free_port()))
+            os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="0")
         backend = "cpu:gloo,cuda:nccl" if self.on_gpu else "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=options.limit))
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
@@ -409,15 +409,9 @@ def _finish(machine: Machine, out: Path, found: list[Outcome], errors: list[str]
     passed = len(found) - len(failed) - skipped
     verdict = f"FAILED: {', '.join(failed)}" if failed else f"PASSED: {passed} checks, {skipped} skipped"
     settings = {k: v for k, v in os.environ.items() if k.startswith(("NCCL_", "TORCH_NCCL", "CUDA_", "GLOO_"))}
-    versions = {
-        "megatron-fsdp engine": __version__,
-        "torch": torch.__version__,
-        "CUDA": torch.version.cuda or "none",
-        "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if machine.on_gpu else "not used",
-        "Python": platform.python_version(),
-        "system": platform.platform(),
-    }
-    lines = [f"{verdict} ({where})", "", *(f"{name}: {value}" for name, value in (versions | settings).items()), ""]
+    nccl = {"NCCL": ".".join(map(str, torch.cuda.nccl.version()))} if machine.on_gpu else {}
+    facts = {**versions(), **nccl, **settings}
+    lines = [f"{verdict} ({where})", "", *(f"{name}: {value}" for name, value in facts.items()), ""]
     lines += [f"rank {rank}: {place}" for rank, place in enumerate(machine.places)]
     lines += ["", *map(str, found), "", *errors]
     out.write_text("\n".join(lines) + "\n")
@@ -433,12 +427,6 @@ def _finish(machine: Machine, out: Path, found: list[Outcome], errors: list[str]
 
 def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()})"
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        return int(found.getsockname()[1])
 
 
 if __name__ == "__main__":

@@ -99,7 +99,7 @@ def _run_program(options: argparse.Namespace, trusted: Path, sharded: Path) -> t
         print("The run without sharding failed.", file=sys.stderr)
         return "", 2
     print(f"training sharded over {options.ranks} ranks ...", flush=True)
-    log = plain_run.launch(options, sys.argv[1:], sharded)
+    log = compare_runs.run_on_ranks(sys.argv[1:], options.ranks, sharded, options.steps)
     if log:
         print(
             f"{log}\nDIFFERENT. The sharded run failed, the run without sharding did not. Above is the end of the log."

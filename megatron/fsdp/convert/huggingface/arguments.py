@@ -11,48 +11,27 @@ from megatron.fsdp.convert.huggingface.config import LLAMA3
 from megatron.fsdp.convert.huggingface.model import Attention, Experts, Model, Rope, Router, Sizes
 from megatron.fsdp.convert.huggingface.settings import Settings, latent_attention, router_groups
 
-# Arguments that change what a model computes, with the values that Hugging Face's four architectures imply.
+# Arguments that change what a model computes, and that Hugging Face's four architectures imply to be off, ...
+_OFF = """rotary_interleaved add_qkv_bias apply_layernorm_1p layernorm_zero_centered_gamma
+    apply_residual_connection_post_layernorm qk_l2_norm use_mup attention_output_gate moe_shared_expert_gate
+    moe_apply_probs_on_input mtp_use_repeated_layer quick_geglu squared_relu moe_router_force_load_balancing"""
+# ... not to be set, ...
+_UNSET = """rotary_seq_len_interpolation_factor softmax_scale window_size no_rope_freq experimental_attention_variant
+    heterogeneous_layers_config_path hybrid_layer_pattern activation_func_clamp_value moe_latent_size
+    moe_mlp_glu_interleave_size moe_shared_expert_glu_interleave_size mtp_hybrid_override_pattern linear_attention_freq
+    heterogeneous_layers_config_encoded_json hybrid_override_pattern spec moe_expert_rank_capacity_factor
+    moe_router_topk_limited_devices moe_router_force_biased"""
+# ... or to have one of some values.
 _EXPECTED: dict[str, tuple[Any, ...]] = {
     "normalization": ("RMSNorm",),
     "swiglu": (True,),
     "rotary_percent": (1.0, 1),
-    "rotary_interleaved": (False,),
-    "rotary_seq_len_interpolation_factor": (None,),
-    "add_qkv_bias": (False,),
-    "apply_layernorm_1p": (False,),
-    "layernorm_zero_centered_gamma": (False,),
-    "apply_residual_connection_post_layernorm": (False,),
-    "softmax_scale": (None,),
     "softmax_type": ("vanilla",),
-    "window_size": (None,),
-    "qk_l2_norm": (False,),
-    "use_mup": (False,),
-    "no_rope_freq": (None,),
-    "attention_output_gate": (False,),
-    "experimental_attention_variant": (None,),
-    "heterogeneous_layers_config_path": (None,),
-    "hybrid_layer_pattern": (None,),
-    "activation_func_clamp_value": (None,),
-    "moe_latent_size": (None,),
-    "moe_shared_expert_gate": (False,),
-    "moe_apply_probs_on_input": (False,),
-    "moe_mlp_glu_interleave_size": (None,),
-    "moe_shared_expert_glu_interleave_size": (None,),
-    "mtp_use_repeated_layer": (False,),
-    "mtp_hybrid_override_pattern": (None,),
     "glu_linear_offset": (0.0,),
-    "quick_geglu": (False,),
-    "squared_relu": (False,),
-    "linear_attention_freq": (None,),
-    "heterogeneous_layers_config_encoded_json": (None,),
-    "hybrid_override_pattern": (None,),
-    "spec": (None,),
     # Tokens beyond the capacity of an expert skip it. A negative capacity is none.
     "moe_expert_capacity_factor": (None, -1),
-    "moe_expert_rank_capacity_factor": (None,),
-    "moe_router_topk_limited_devices": (None,),
-    "moe_router_force_load_balancing": (False,),
-    "moe_router_force_biased": (None,),
+    **dict.fromkeys(_OFF.split(), (False,)),
+    **dict.fromkeys(_UNSET.split(), (None,)),
 }
 # Ways of balancing experts that do not choose those with the highest scores.
 _OTHER_CHOICES = ("sinkhorn", "quantile_balancing")

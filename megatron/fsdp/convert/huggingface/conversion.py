@@ -70,7 +70,7 @@ def _split_experts(name: str, tensor: LazyTensor) -> Tensors:
         raise ValueError(f"expected three dimensions, experts first; got shape {tensor.shape}")
     found: Tensors = {}
     for expert in range(tensor.shape[0]):
-        one, prefix = tensor.select(0, expert), f"{match['experts']}.{expert}"
+        one, prefix = tensor.select(expert), f"{match['experts']}.{expert}"
         if match["kind"] == "down_proj":
             found[f"{prefix}.down_proj.weight"] = one
         else:

@@ -7,6 +7,7 @@ from itertools import product
 import torch
 
 from megatron.fsdp.checkpoint.lazy import LazyTensor, Region
+from megatron.fsdp.checkpoint.reader import intersection
 
 
 def unflatten(flat: LazyTensor, start: int, shape: tuple[int, ...]) -> LazyTensor:
@@ -45,14 +46,10 @@ def ungrid(stored: LazyTensor, shape: tuple[int, ...]) -> LazyTensor:
     def read(region: Region) -> torch.Tensor:
         result = torch.empty(region.sizes, dtype=stored.dtype)
         for cell in _cells(part, region):
-            low = tuple(max(o, c * n) for o, c, n in zip(region.offsets, cell, part, strict=True))
-            high = tuple(
-                min(o + s, (c + 1) * n) for o, s, c, n in zip(region.offsets, region.sizes, cell, part, strict=True)
-            )
-            sizes = tuple(h - b for h, b in zip(high, low, strict=True))
-            inside = Region(tuple(b - c * n for b, c, n in zip(low, cell, part, strict=True)), sizes)
-            where = tuple(slice(b - o, b - o + n) for b, o, n in zip(low, region.offsets, sizes, strict=True))
-            result[where] = _read_flat(stored, cell, 0, part, inside)
+            shard = Region(tuple(c * n for c, n in zip(cell, part, strict=True)), part)
+            if (common := intersection(shard, region)) is not None:
+                found = _read_flat(stored, cell, 0, part, common.relative_to(shard.offsets))
+                result[common.slices(region.offsets)] = found
         return result
 
     return LazyTensor(shape, stored.dtype, read)
