@@ -1,7 +1,6 @@
 """``python -m tests.fuzz``: make programs, run them, reduce what is wrong, print a table."""
 
 import argparse
-import ast
 import itertools
 import sys
 import time
@@ -13,13 +12,14 @@ from pathlib import Path
 from . import remedies
 from .program import Program, programs
 from .runner import Result, Runner, prepare, results_here
+from .settings import values_of
 from .steps import KINDS
 from .table import defect, frequencies, source, table
 
 
 def main() -> int:
     arguments = _arguments()
-    only = dict(_setting(word) for word in arguments.settings.split())
+    only = dict(map(values_of, arguments.settings.split()))
     kinds = arguments.only.split(",") if arguments.only else list(KINDS)
     if unknown := set(kinds) - set(KINDS):
         sys.exit(f"--only: expected {', '.join(KINDS)}; got {', '.join(unknown)}.")
@@ -94,18 +94,6 @@ def _run(made: Iterator[Program], end: float, torchs: bool = False) -> list[Resu
                 seen.add(result.signature)
             right = sum(result.verdict.kind == "right" for result in results)
             print(f"{len(results)} programs, {right} right", file=sys.stderr, flush=True)
-
-
-def _setting(word: str) -> tuple[str, tuple[object, ...]]:
-    name, _, values = word.partition("=")
-    return name, tuple(_value(value) for value in values.split(","))
-
-
-def _value(text: str) -> object:
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
 
 
 if __name__ == "__main__":

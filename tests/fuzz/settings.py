@@ -1,5 +1,6 @@
 """How a model is sharded: what is chosen at random, and the calls that do it."""
 
+import ast
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -114,6 +115,19 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "slow": ("no", "no", "no", "first", "all"),
     "watch": (False, True),
 }
+
+
+def values_of(word: str) -> tuple[str, tuple[Any, ...]]:
+    """The name and the values in a word such as ``strategy=3,1``."""
+    name, _, values = word.partition("=")
+    return name, tuple(_value(value) for value in values.split(","))
+
+
+def _value(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
 
 
 class Meshes(NamedTuple):
