@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.fsdp.api.fully_shard import fully_shard
+from megatron.fsdp.comm.backends import local_device
 from megatron.fsdp.runtime.engine import engines_of
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
 from megatron.fsdp.tools.compare_runs import RECORD, Step
@@ -53,10 +54,8 @@ class _Settings:
 
 
 def _device(options: argparse.Namespace) -> torch.device:
-    if options.device == "cuda" or (options.device is None and torch.cuda.device_count() >= options.ranks):
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    suffice = torch.cuda.device_count() >= options.ranks
+    return local_device(options.device or ("cuda" if suffice else "cpu"))
 
 
 def _placed(batch: Any, device: torch.device, dtype: torch.dtype | None) -> Any:

@@ -35,6 +35,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron.fsdp.api.fully_shard import fully_shard
+from megatron.fsdp.comm.backends import local_device
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
 from megatron.fsdp.sharding.strategy import INNER
 from megatron.fsdp.tools.versions import versions
@@ -77,9 +78,7 @@ class Machine:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.on_gpu = torch.cuda.is_available() and not options.cpu
-        if self.on_gpu:
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        self.device = torch.device("cuda", torch.cuda.current_device()) if self.on_gpu else torch.device("cpu")
+        self.device = local_device("cuda" if self.on_gpu else "cpu")
         if "RANK" not in os.environ:
             os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="0")
         backend = "cpu:gloo,cuda:nccl" if self.on_gpu else "gloo"

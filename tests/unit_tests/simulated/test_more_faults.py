@@ -29,6 +29,8 @@ from tests.unit_tests.simulated.test_faults import (
     HYBRID,
     OFFLOAD,
     ZERO_3,
+    Fault,
+    Plant,
     _left_out,
     _replace,
     _simulation,
@@ -154,67 +156,49 @@ def bucket_not_waited_for(start: Callable[..., Handle], gathering: _Gathering, *
     return Ended()
 
 
-ROWS: dict[str, tuple[Any, str, Callable[..., Any], dict[str, Any], tuple[str, ...]]] = {
-    "a handle is waited for once only": (
-        _CudaHandle,
-        "wait",
-        second_wait_left_out,
+FAULTS: dict[str, Fault] = {
+    "a handle is waited for once only": Fault(
+        _replace(_CudaHandle, "wait", second_wait_left_out),
         {**ZERO_3, **HSDP},
         ("_reduce_scatter_base_ ", "stream 1", " _reduce", "free writes on stream 0", "gradients.py", " wait"),
     ),
-    "event is recorded in the current stream": (
-        CudaStream,
-        "run",
-        event_of_compute,
+    "event is recorded in the current stream": Fault(
+        _replace(CudaStream, "run", event_of_compute),
         {**ZERO_3, **BF16},
         ("_allgather_base_ writes on stream 2", "reads on stream 0"),
     ),
-    "kept shard is copied by compute": (
-        WeightBuffer,
-        "reshard",
-        kept_by_compute,
+    "kept shard is copied by compute": Fault(
+        _replace(WeightBuffer, "reshard", kept_by_compute),
         {**ZERO_3, "reshard_after_forward": 2},
         ("aten::copy_ reads on stream 2", " _unshard_kept"),
     ),
-    "offloaded gradients are taken in the reduce stream": (
-        GradientBuffer,
-        "take",
-        taken_in_reduce_stream,
+    "offloaded gradients are taken in the reduce stream": Fault(
+        _replace(GradientBuffer, "take", taken_in_reduce_stream),
         {**ZERO_3, **OFFLOAD},
         ("aten::copy_ writes on stream 1", " take", "the host"),
     ),
-    "host waits for the default stream": (
-        CommContext,
-        "finish_offload",
-        host_waits_for_default_stream,
+    "host waits for the default stream": Fault(
+        _replace(CommContext, "finish_offload", host_waits_for_default_stream),
         {**ZERO_3, **OFFLOAD, "side_stream": True},
         ("aten::copy_ ", "the host"),
     ),
-    "unit is gathered before its update": (
-        hooks,
-        "_update_by_unit",
-        gathered_before_update,
+    "unit is gathered before its update": Fault(
+        _replace(hooks, "_update_by_unit", gathered_before_update),
         {**ZERO_3, **OFFLOAD},
         ("aten::copy_ reads on stream 2", " _cast_into", "writes on the host"),
     ),
-    "outer reduction waits for the oldest inner one only": (
-        GradientBuffer,
-        "_start_outer",
-        oldest_only_before_outer,
+    "outer reduction waits for the oldest inner one only": Fault(
+        _replace(GradientBuffer, "_start_outer", oldest_only_before_outer),
         {**ZERO_3, **HSDP, "max_reducing_units": 10},
         ("add_ writes on stream 1", " over_inner", "stream 3", " over_outer"),
     ),
-    "outer buffers are freed by the inner wait": (
-        GradientBuffer,
-        "wait",
-        read_by_outer_freed_by_inner_wait,
+    "outer buffers are freed by the inner wait": Fault(
+        _replace(GradientBuffer, "wait", read_by_outer_freed_by_inner_wait),
         {**ZERO_3, **HYBRID},
         ("_reduce_scatter_base_ reads on stream 3", "free writes on stream 1"),
     ),
-    "both reduction streams have one free list": (
-        Reduction,
-        "__init__",
-        outer_writes_as_inner,
+    "both reduction streams have one free list": Fault(
+        _replace(Reduction, "__init__", outer_writes_as_inner),
         {
             "zero_dp_strategy": "optim",
             **HYBRID,
@@ -224,10 +208,8 @@ ROWS: dict[str, tuple[Any, str, Callable[..., Any], dict[str, Any], tuple[str, .
         },
         ("stream 3", " over_outer", "writes on stream 1", " over_inner"),
     ),
-    "buffer in use stays in the free list": (
-        FixedPool,
-        "scratch",
-        lent_twice,
+    "buffer in use stays in the free list": Fault(
+        _replace(FixedPool, "scratch", lent_twice),
         {**ZERO_3, "fsdp_double_buffer": True, "max_reducing_units": 3},
         ("reduce_scatter", "stream 1", "writes on stream 0", " place"),
     ),
@@ -288,46 +270,35 @@ def full_weights_in_buckets() -> None:
             value.sum()
 
 
-PROGRAMS: dict[str, tuple[Any, str, Callable[..., Any], Callable[[], None], tuple[str, ...]]] = {
+# With a program in place of settings.
+PROGRAMS: dict[str, tuple[Plant, Callable[[], None], tuple[str, ...]]] = {
     "broadcast writes main weights during unshards": (
-        Engine,
-        "broadcast_weights",
-        without_wait_before_write,
+        _replace(Engine, "broadcast_weights", without_wait_before_write),
         broadcast_after_start_param_sync,
         ("_allgather_base_ reads on stream 2", "writes on stream 1", " _broadcast"),
     ),
     "initial values are copied before they are received": (
-        WeightBuffer,
-        "initialize_main",
-        without_waits_for_tasks,
+        _replace(WeightBuffer, "initialize_main", without_waits_for_tasks),
         initial_values_of_the_first_rank,
         ("broadcast_ writes on stream 2", "reads on stream 0", " initialize_main"),
     ),
     "outer stream is not joined": (
-        CommContext,
-        "join",
-        outer_stream_not_joined,
+        _replace(CommContext, "join", outer_stream_not_joined),
         deleted_while_reducing_over_two_axes,
         ("on stream 3", " over_outer"),
     ),
     "zero_grad frees what the outer reduction reads": (
-        GradientBuffer,
-        "clear",
-        read_by_outer_dropped_by_clear,
+        _replace(GradientBuffer, "clear", read_by_outer_dropped_by_clear),
         cleared_while_reducing_over_two_axes,
         ("_reduce_scatter_base_ reads on stream 3", "free writes"),
     ),
     "averaged buffers are not waited for": (
-        Engine,
-        "average_buffers",
-        without_waits_for_tasks,
+        _replace(Engine, "average_buffers", without_waits_for_tasks),
         averaged_buffers,
         ("allreduce_ writes on stream 1", "div_ "),
     ),
     "full weights are read before they are gathered": (
-        _Gathering,
-        "_start",
-        bucket_not_waited_for,
+        _replace(_Gathering, "_start", bucket_not_waited_for),
         full_weights_in_buckets,
         ("_allgather_base_ writes on stream 2", "sum reads on stream 0"),
     ),
@@ -335,17 +306,17 @@ PROGRAMS: dict[str, tuple[Any, str, Callable[..., Any], Callable[[], None], tupl
 
 
 @on_ranks(1)
-@pytest.mark.parametrize("what", ROWS)
+@pytest.mark.parametrize("what", FAULTS)
 def test_races_are_found(what: str) -> None:
-    owner, name, version, settings, report = ROWS[what]
-    find(_replace(owner, name, version), lambda sim: _train(sim, settings), report)
+    fault = FAULTS[what]
+    find(fault.plant, lambda sim: _train(sim, fault.settings), fault.report)
 
 
 @on_ranks(1)
 @pytest.mark.parametrize("what", PROGRAMS)
 def test_races_in_programs_are_found(what: str) -> None:
-    owner, name, version, program, report = PROGRAMS[what]
-    find(_replace(owner, name, version), lambda sim: program(), report)
+    plant, program, report = PROGRAMS[what]
+    find(plant, lambda sim: program(), report)
 
 
 @on_ranks(1)

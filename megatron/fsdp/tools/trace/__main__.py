@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.fsdp.api.fully_shard import fully_shard
+from megatron.fsdp.comm.backends import local_device
 from megatron.fsdp.sharding.strategy import INNER
 from megatron.fsdp.tools.script import run
 from megatron.fsdp.tools.trace import Timeline, trace_step
@@ -44,9 +45,7 @@ def transformer(layers: int, width: int) -> nn.Module:
 
 def demonstrate(arguments: argparse.Namespace) -> Timeline:
     """Train the transformer for some steps and trace the next one."""
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    device = local_device("cuda" if torch.cuda.is_available() else "cpu")
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
         torch.manual_seed(0)
