@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from megatron.fsdp import fsdp2
 from megatron.fsdp.buffers.parameter import ShardedParameter
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
@@ -27,18 +29,18 @@ def device() -> torch.device:
 
 
 @contextmanager
-def logged(level: int = logging.WARNING) -> Iterator[list[str]]:
-    """Collect what the engine logs at this level or above."""
-    engine, texts = logging.getLogger("megatron.fsdp"), list[str]()
-    handler, before = logging.Handler(level), engine.level
+def logged(level: int = logging.WARNING, by: str = "megatron.fsdp") -> Iterator[list[str]]:
+    """Collect what the engine, or another module, logs at this level or above."""
+    logger, texts = logging.getLogger(by), list[str]()
+    handler, before = logging.Handler(level), logger.level
     handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
-    engine.addHandler(handler)
-    engine.setLevel(level)
+    logger.addHandler(handler)
+    logger.setLevel(level)
     try:
         yield texts
     finally:
-        engine.setLevel(before)
-        engine.removeHandler(handler)
+        logger.setLevel(before)
+        logger.removeHandler(handler)
 
 
 class Block(nn.Module):
@@ -98,6 +100,13 @@ def shard(model: nn.Module, strategy: str, **settings: Any) -> tuple[MegatronFSD
     """Shard a model whose blocks are units, and make an :func:`adamw` of it."""
     optimizer = adamw(model.parameters())
     return fully_shard(model, optimizer, fsdp_unit_modules=[Block], zero_dp_strategy=strategy, **settings)
+
+
+def shard_in_place(model: Any, library: types.ModuleType = fsdp2) -> Any:
+    """Shard a model by the interface of FSDP2, or by FSDP2: its blocks, and the rest."""
+    for block in model.blocks:
+        library.fully_shard(block)
+    return library.fully_shard(model)
 
 
 def whole(entry: ShardedParameter, tensor: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
-from megatron.fsdp import fsdp2
 from megatron.fsdp.quantized.reference.base import ReferenceTensor
 from megatron.fsdp.quantized.reference.float8 import Float8Tensor
 from megatron.fsdp.quantized.reference.mx import MXTensor
@@ -106,14 +105,6 @@ def recompute(model: nn.Module, what: str) -> nn.Module:
             block.up = Recomputed(block.up)
         elif what == "unit":
             model.blocks[number] = Recomputed(block)
-    return model
-
-
-def shard_in_place(model: TinyModel) -> TinyModel:
-    """Shard a model with the interface of FSDP2."""
-    for block in model.blocks:
-        fsdp2.fully_shard(block)
-    fsdp2.fully_shard(model)
     return model
 
 

@@ -162,11 +162,7 @@ MISTAKES: dict[str, tuple[list[str], int, tuple[str, ...]]] = {
     ),
     "no number": ([*WORDS, "--num-layers", "four"], 1, ("argument --num-layers: invalid int value: 'four'",)),
     # As on a GPU, which has Transformer Engine unless Megatron's own layers are chosen.
-    "graph": (
-        [*ON_GPU, "--cuda-graph-impl", "full_iteration"],
-        1,
-        ("--no-check-for-nan-in-loss-and-grad should be set",),
-    ),
+    "graph": ([*ON_GPU, *GRAPH], 1, ("--no-check-for-nan-in-loss-and-grad should be set",)),
     "fp4": (
         ["--gpu", "b200", *WORDS, "--bf16", *LOCAL, "--fp4-format", "e2m1"],
         1,
@@ -197,13 +193,7 @@ STAGES = "--pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights
 ACCEPTED = {
     "plain": WORDS,
     "fits": ["--gpu", "h100", "--json", *WORDS, "--bf16", *STAGES],
-    "as on a gpu": [
-        *ON_GPU,
-        "--cuda-graph-impl",
-        "full_iteration",
-        "--no-check-for-nan-in-loss-and-grad",
-        "--use-nccl-ub",
-    ],
+    "as on a gpu": [*ON_GPU, *GRAPH, "--no-check-for-nan-in-loss-and-grad", "--use-nccl-ub"],
     "needs transformer engine": [*ON_GPU, "--fp8-format", "hybrid", "--te-rng-tracker"],
     "megatron's layers": [*ON_GPU, *LOCAL],
     "does not fit": ["--device-memory", "1GB", *WORDS],

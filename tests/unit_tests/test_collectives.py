@@ -12,7 +12,7 @@ from torch import nn
 
 from megatron.fsdp import fsdp2
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard_model
-from tests.models import STRATEGIES, Block, TinyModel, adamw, batches, device, loss_of, whole
+from tests.models import STRATEGIES, Block, TinyModel, adamw, batches, device, loss_of, shard_in_place, whole
 from tests.ranks import RankPool, on_ranks
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="several ranks over gloo on the CPU")
@@ -177,10 +177,7 @@ class Scatter(Counted):
 
 
 def _train_with(library: types.ModuleType, late: bool) -> tuple[list[float], dict[str, torch.Tensor], list[int]]:
-    model = _model().to(device())
-    for block in model.blocks:
-        library.fully_shard(block)
-    library.fully_shard(model)
+    model = shard_in_place(_model().to(device()), library)
     if late:
         model.unshard()
         model.reshard()

@@ -27,6 +27,7 @@ from tests.models import (
     loss_of,
     sgd,
     shard,
+    shard_in_place,
     whole,
 )
 from tests.ranks import RankPool, on_ranks
@@ -136,9 +137,7 @@ def _steps_in_hooks(library: types.ModuleType | None, start: nn.Module, data: to
     """Each parameter has a separate optimizer, which steps in the hook of its gradient."""
     model: Any = copy.deepcopy(start)
     if library is not None:
-        for block in model.blocks:
-            library.fully_shard(block)
-        library.fully_shard(model)
+        shard_in_place(model, library)
     else:
         model = fully_shard_model(model, fsdp_unit_modules=[Block])
     optimizers = {p: torch.optim.SGD([p], lr=0.3, momentum=0.9) for p in model.parameters()}

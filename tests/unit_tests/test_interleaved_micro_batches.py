@@ -87,7 +87,9 @@ def _alternates_with_the_ordinary_loop(strategy: str, delay: bool, sync_each: bo
 
 @pytest.mark.parametrize(("delay", "sync_each"), [(True, False), (False, True)])
 @pytest.mark.parametrize("strategy", all_but_slow(STRATEGIES, "optim", "optim_grads_params"))
-def testordinary_steps_and_evaluations_in_between(ranks: RankPool, strategy: str, delay: bool, sync_each: bool) -> None:
+def test_ordinary_steps_and_evaluations_in_between(
+    ranks: RankPool, strategy: str, delay: bool, sync_each: bool
+) -> None:
     ranks.run(2, _alternates_with_the_ordinary_loop, strategy, delay, sync_each)
 
 

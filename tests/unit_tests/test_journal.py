@@ -3,7 +3,6 @@
 import io
 import itertools
 import json
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -35,7 +34,7 @@ from megatron.fsdp.comm.journal import (
 from megatron.fsdp.comm.rounds import Round
 from megatron.fsdp.comm.streams import CollectiveMismatch, CpuStream, Handle, watch_end
 from megatron_fsdp import MegatronFSDP, fully_shard_model
-from tests.models import Block, TinyModel, batches, loss_of
+from tests.models import Block, TinyModel, batches, logged, loss_of
 from tests.ranks import RankPool
 
 
@@ -485,21 +484,18 @@ def test_one_of_the_ranks_that_wait_prints_the_report(ranks: RankPool) -> None:
 
 def _watch_with_errors() -> tuple[list[str], list[str]]:
     """The first two checks fail."""
-    channel, logged, told = JOURNAL.channel([0]), list[str](), list[str]()
-    handler = logging.Handler()
-    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("megatron.fsdp").addHandler(handler)
+    channel, told = JOURNAL.channel([0]), list[str]()
     errors = [RuntimeError(text) for text in ("device failed\nException raised from x", "device failed")]
     stuck_for, task = Journal.stuck_for, Task()
     channel.note("gather a", [task])
     watchdog = Watchdog(JOURNAL, 0.1, told.append, interval=0.02)
-    with patch.object(Journal, "stuck_for", lambda self: _raise(errors.pop()) if errors else stuck_for(self)):
+    checks = patch.object(Journal, "stuck_for", lambda self: _raise(errors.pop()) if errors else stuck_for(self))
+    with logged() as texts, checks:
         watchdog.start()
         time.sleep(1.0)
         watchdog.stop()
     JOURNAL.clear()
-    logging.getLogger("megatron.fsdp").removeHandler(handler)
-    return logged, told
+    return texts, told
 
 
 def _raise(error: Exception) -> float:
@@ -507,8 +503,8 @@ def _raise(error: Exception) -> float:
 
 
 def test_the_watchdog_outlives_errors_and_logs_each_once(ranks: RankPool) -> None:
-    ((logged, told),) = ranks.run(1, _watch_with_errors)
-    assert logged == ["FSDP: the watchdog could not check whether communication is stuck: RuntimeError: device failed"]
+    ((texts, told),) = ranks.run(1, _watch_with_errors)
+    assert texts == ["FSDP: the watchdog could not check whether communication is stuck: RuntimeError: device failed"]
     assert len(told) == 1 and "gather a" in told[0]
 
 

@@ -1,7 +1,6 @@
 """More programs that plain PyTorch allows: orders of layers, hooks of the step, memory that parameters share, forks."""
 
 import functools
-import logging
 import os
 import select
 import signal
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp import fully_shard_model
-from tests.models import device
+from tests.models import device, logged
 from tests.ranks import DEVICE, RankFailure, RankPool, on_ranks
 from tests.unit_tests.test_same_answer import Block, Model, Side, batch, same, train
 
@@ -83,14 +82,9 @@ def test_blocks_in_an_order_of_each_rank(ranks: RankPool) -> None:
 
 @on_ranks(2)
 def test_blocks_in_a_new_order_of_all_ranks() -> None:
-    warned: list[logging.LogRecord] = []
-    handler = logging.Handler()
-    handler.emit = warned.append  # type: ignore[method-assign]
-    logger = logging.getLogger("megatron.fsdp.runtime.plan")
-    logger.addHandler(handler)
-    _in_turns(3, EVERY)
-    logger.removeHandler(handler)
-    assert ["All ranks have to do the same" in each.getMessage() for each in warned] == [True], "ZeRO-3, once"
+    with logged(by="megatron.fsdp.runtime.plan") as warned:
+        _in_turns(3, EVERY)
+    assert ["All ranks have to do the same" in each for each in warned] == [True], "ZeRO-3, once"
 
 
 def _hooked(side: Side) -> torch.Tensor:
@@ -98,16 +92,11 @@ def _hooked(side: Side) -> torch.Tensor:
     seen = []
     parameters = [p for group in side.optimizer.param_groups for p in group["params"]]
 
-    def clip(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
-        nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 0.01)
-
-    def read(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
-        seen.append(float(optimizer.param_groups[0]["params"][0].norm()))
-
-    hooks = [side.optimizer.register_step_pre_hook(clip), side.optimizer.register_step_post_hook(read)]
-    loss = side.model(batch()).pow(2).mean()
-    loss.backward()
-    side.step()
+    hooks = [
+        side.optimizer.register_step_pre_hook(functools.partial(_clip, 0.01)),
+        side.optimizer.register_step_post_hook(lambda optimizer, *unused: seen.append(_norm_of(optimizer))),
+    ]
+    loss = train(side)
     for hook in hooks:
         hook.remove()
     assert parameters[0].grad is None
@@ -116,13 +105,13 @@ def _hooked(side: Side) -> torch.Tensor:
 
 def _with_hooks(parameters: Any) -> torch.optim.Optimizer:
     optimizer = torch.optim.AdamW(parameters, 0.01, eps=1e-3)
-
-    def clip(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
-        nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 0.02)
-
     optimizer.register_step_post_hook(lambda *_: optimizer.param_groups[0].update(lr=_norm_of(optimizer) / 100))
-    optimizer.register_step_pre_hook(clip)
+    optimizer.register_step_pre_hook(functools.partial(_clip, 0.02))
     return optimizer
+
+
+def _clip(largest: float, optimizer: torch.optim.Optimizer, *unused: Any) -> None:
+    nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], largest)
 
 
 def _norm_of(optimizer: torch.optim.Optimizer) -> float:

@@ -16,10 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from megatron.fsdp import fsdp2
 from megatron.fsdp.dtensor.unsupported import refuse_reads
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard, fully_shard_model
-from tests.models import assert_same_weights, device, sgd
+from tests.models import assert_same_weights, device, sgd, shard_in_place
 from tests.ranks import DEVICE, RankFailure, RankPool, on_ranks
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -92,6 +91,12 @@ class Side:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
+    def descend(self, loss: torch.Tensor) -> torch.Tensor:
+        """Take a step by the gradients of a loss, and return it."""
+        loss.backward()
+        self.step()
+        return loss
+
     def sync(self) -> None:
         """Average the gradients of an unsharded model."""
         if self.inner is self.model:
@@ -128,6 +133,11 @@ def same(program: Program, build: Callable[[], nn.Module], settings: list[str], 
         assert_same_weights(sides[1].model, reference)
 
 
+def train(side: Side) -> torch.Tensor:
+    """A step of the mean square of what the model returns."""
+    return side.descend(side.model(batch()).pow(2).mean())
+
+
 def _freeze_forward_thaw(side: Side) -> torch.Tensor:
     """As adapters that are disabled for a reference."""
     x = batch()
@@ -136,10 +146,7 @@ def _freeze_forward_thaw(side: Side) -> torch.Tensor:
     with torch.no_grad():
         reference = side.model(x)
     block.requires_grad_(True)
-    loss = (y - reference).pow(2).mean() + y.pow(2).mean()
-    loss.backward()
-    side.step()
-    return loss
+    return side.descend((y - reference).pow(2).mean() + y.pow(2).mean())
 
 
 def _sam(side: Side) -> torch.Tensor:
@@ -190,10 +197,7 @@ def _write(side: Side) -> torch.Tensor:
 
 def _penalized(side: Side) -> torch.Tensor:
     y = side.model(batch())
-    loss = y.pow(2).mean() + sum(getattr(block, "penalty", 0.0) for block in side.inner.blocks)
-    loss.backward()
-    side.step()
-    return loss
+    return side.descend(y.pow(2).mean() + sum(getattr(block, "penalty", 0.0) for block in side.inner.blocks))
 
 
 def _gradient_penalty(side: Side) -> torch.Tensor:
@@ -201,10 +205,7 @@ def _gradient_penalty(side: Side) -> torch.Tensor:
     y = side.model(x)
     (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
     side.model(batch())  # another forward before the backward of the penalty
-    loss = y.pow(2).mean() + (gradient.norm(dim=1) - 1).pow(2).mean()
-    loss.backward()
-    side.step()
-    return loss
+    return side.descend(y.pow(2).mean() + (gradient.norm(dim=1) - 1).pow(2).mean())
 
 
 def _captured(side: Side) -> torch.Tensor:
@@ -215,19 +216,13 @@ def _captured(side: Side) -> torch.Tensor:
     side.model(batch())
     handle.remove()
     side.inner.blocks[1].requires_grad_(not side.inner.blocks[1].up.weight.requires_grad)
-    loss = seen[0].pow(2).mean()
-    loss.backward()
-    side.step()
-    return loss
+    return side.descend(seen[0].pow(2).mean())
 
 
 def _given_weights(side: Side) -> torch.Tensor:
     given = {name: torch.full(p.shape, 0.01, device=device()) for name, p in side.inner.named_parameters()}
     del given["head.bias"]
-    loss = torch.func.functional_call(side.inner, given, (batch(),)).pow(2).mean()
-    loss.backward()
-    side.step()
-    return loss
+    return side.descend(torch.func.functional_call(side.inner, given, (batch(),)).pow(2).mean())
 
 
 class Headless(Model):
@@ -385,14 +380,6 @@ def test_recurrent_layers_that_move_their_weights() -> None:
         same(train, Recurrent, list(SETTINGS))
 
 
-def train(side: Side) -> torch.Tensor:
-    """A step of the mean square of what the model returns."""
-    loss = side.model(batch()).pow(2).mean()
-    loss.backward()
-    side.step()
-    return loss
-
-
 def _recurrent(units: Any) -> None:
     for name in SETTINGS:
         SETTINGS[name].setdefault("fsdp_unit_modules", units)
@@ -462,9 +449,7 @@ def test_a_plain_parameter_with_sharded_data_raises(ranks: RankPool) -> None:
 
 def _zeroed(side: Side) -> torch.Tensor:
     """Momentum and weight decay act on gradients of zeros, and not on parameters without gradients."""
-    loss = side.model(batch()).pow(2).mean()
-    loss.backward()
-    side.step()
+    loss = train(side)
     for zero_grad in (side.optimizer.zero_grad, side.model.zero_grad):
         side.model(batch()).pow(2).mean().backward()
         zero_grad(set_to_none=False)
@@ -483,10 +468,7 @@ def test_gradients_are_filled_with_zeros(ranks: RankPool) -> None:
 
 @on_ranks(2)
 def test_an_evaluation_in_inference_mode_may_come_first() -> None:
-    model = Model().to(device())
-    for block in model.blocks:
-        fsdp2.fully_shard(block)
-    fsdp2.fully_shard(model)
+    model = shard_in_place(Model().to(device()))
     with torch.inference_mode():
         model(batch())
     model(batch()).sum().backward()
@@ -562,10 +544,7 @@ def test_a_unit_that_is_called_alone_reads_written_weights() -> None:
 def test_the_first_step_may_have_a_closure() -> None:
     model = Model().to(device())
     optimizer = _momentum(model.parameters())
-    for block in model.blocks:
-        fsdp2.fully_shard(block)
-    fsdp2.fully_shard(model)
-    side = Side(model, optimizer)
+    side = Side(shard_in_place(model), optimizer)
     side.sync = lambda: None  # type: ignore[method-assign]
     before = model.head.weight.detach().clone()
     _closure(side)

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils.checkpoint import checkpoint
 
-from megatron.fsdp import fsdp2
 from megatron.fsdp.tools.trace import Kind, RankTrace, Row, Span, Timeline, trace_step
 from megatron.fsdp.tools.trace.__main__ import write
 from megatron.fsdp.tools.trace.spans import mark_late_ranks
@@ -23,7 +22,7 @@ from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model
 from scripts import draw_trace
 from tests.exchanges import wrapped
 from tests.launch import ROOT
-from tests.models import Block, TinyModel, adamw, batches, device, loss_of
+from tests.models import Block, TinyModel, adamw, batches, device, loss_of, shard_in_place
 from tests.ranks import DEVICE, RankPool, on_ranks
 
 BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
@@ -146,10 +145,7 @@ def test_waits_for_earlier_communication_are_recorded(ranks: RankPool) -> None:
 
 def _traced_fsdp2() -> Timeline:
     """A model that is sharded by the FSDP2 interface."""
-    model = TinyModel().to(device())
-    for block in model.blocks:
-        fsdp2.fully_shard(block)
-    fsdp2.fully_shard(model)
+    model = shard_in_place(TinyModel().to(device()))
     optimizer = adamw(model.parameters())
     for _ in range(2):
         with trace_step(model) as timeline:

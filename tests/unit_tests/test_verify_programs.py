@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.fsdp import fsdp2
 from megatron.fsdp.tools import compare_runs, plain_run, verify
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
-from tests.models import Block, TinyModel, adamw, loss_of
+from tests.models import Block, TinyModel, adamw, loss_of, shard_in_place
 from tests.ranks import DEVICE, RankFailure, RankPool
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -98,9 +97,7 @@ def compute_in_bf16() -> dict[str, Any]:
 
 def as_with_fsdp2() -> dict[str, Any]:
     def shard(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-        for block in model.blocks:
-            fsdp2.fully_shard(block)
-        return fsdp2.fully_shard(model), optimizer
+        return shard_in_place(model), optimizer
 
     return {"model": TinyModel(), "shard": shard}
 

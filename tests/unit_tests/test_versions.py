@@ -1,8 +1,8 @@
 """The versions of torch that are tested: one list, a warning about others, and the documents that repeat the list."""
 
-import logging
 import re
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ import torch
 from megatron.fsdp.helpers import patches
 from megatron.fsdp.helpers.patches import Versions
 from megatron.fsdp.version import TRIED_TORCH
-from tests.models import TinyModel
+from tests.models import TinyModel, logged
 from tests.ranks import RankPool
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,18 +52,10 @@ def test_a_tried_version_does_not_warn(caplog: pytest.LogCaptureFixture) -> None
 def _warnings() -> list[str]:
     from megatron_fsdp import fully_shard_model
 
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    patches.logger.addHandler(handler)
     patches.warn_if_untried.cache_clear()
-    patches.TORCH, tried = Versions("torch", ("1.0", "1.2")), patches.TORCH
-    try:
+    with patch.object(patches, "TORCH", Versions("torch", ("1.0", "1.2"))), logged(by=patches.logger.name) as said:
         fully_shard_model(TinyModel())
         fully_shard_model(TinyModel())
-    finally:
-        patches.TORCH = tried
-        patches.logger.removeHandler(handler)
     return said
 
 

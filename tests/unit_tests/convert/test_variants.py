@@ -46,6 +46,26 @@ def converted(tmp_path: Path, model: Mapping[str, torch.Tensor], common: Mapping
     return tmp_path / "target"
 
 
+def trained(
+    tmp_path: Path,
+    model: Mapping[str, torch.Tensor],
+    *groups: Mapping[str, Any],
+    base: argparse.Namespace = TE,
+    **changes: Any,
+) -> Path:
+    """Convert main weights with an optimizer of these groups; one group if there are none."""
+    common = {"args": args(base, **changes), "optimizer": optimizer_of(*(groups or [DECAYED]))}
+    return converted(tmp_path, with_optimizer(model), common)
+
+
+def written_as_by_a_run(tmp_path: Path) -> Path:
+    """Write ``target`` as torch_dist without what its conversion has kept, which a run's own checkpoint has not."""
+    state = read_state(tmp_path / "target")
+    state.torch_dist.clear()
+    write_state(state, tmp_path / "fresh", "torch_dist")
+    return tmp_path / "fresh"
+
+
 def assert_returns(tmp_path: Path) -> None:
     """Converting ``target`` back gives ``source``."""
     write_state(read_state(tmp_path / "target"), tmp_path / "back", "torch_dist")
@@ -60,8 +80,7 @@ def test_layers_stored_separately(tmp_path: Path) -> None:
     layers = {f"decoder.layers.{i}.mlp.linear_fc1.weight": (8, 4) for i in range(3)}
     layers |= {f"decoder.layers.{i}.mlp.linear_fc2.weight": (4, 4) for i in range(3)}
     model = random_tensors(layers)
-    target = converted(tmp_path, with_optimizer(model), {"args": TE, "optimizer": optimizer_of(DECAYED)})
-    weights = model_weights(target)
+    weights = model_weights(trained(tmp_path, model))
     assert len(weights) == 9
     for i in range(3):
         fc1 = model[f"decoder.layers.{i}.mlp.linear_fc1.weight"]
@@ -80,8 +99,7 @@ def test_separate_layers_of_stacked_experts_in_grouped_modules(tmp_path: Path) -
             "decoder.layers.0.mlp.linear_fc2.weight": (6, 4),
         }
     )
-    common = {"args": args(TE, moe_grouped_gemm=True), "optimizer": optimizer_of(DECAYED, EXPERTS)}
-    weights = model_weights(converted(tmp_path, with_optimizer(model), common))
+    weights = model_weights(trained(tmp_path, model, DECAYED, EXPERTS, moe_grouped_gemm=True))
     first, second = (model[f"decoder.layers.1.mlp.experts.experts.linear_fc{i}.weight"] for i in (1, 2))
     for expert in range(3):
         prefix = "decoder.layers.1.mlp.experts.linear_fc"
@@ -100,8 +118,7 @@ def test_experts_and_gate_halves_stored_separately(tmp_path: Path, grouped: bool
         shapes |= {f"{prefix}linear_fc1.weight_{half}": (4, 6) for half in "wv"}
         shapes |= {f"{prefix}linear_fc2.weight": (6, 4)}
     model = random_tensors(shapes)
-    common = {"args": args(TE, moe_grouped_gemm=grouped), "optimizer": optimizer_of(DECAYED)}
-    weights = model_weights(converted(tmp_path, with_optimizer(model), common))
+    weights = model_weights(trained(tmp_path, model, moe_grouped_gemm=grouped))
     for expert in range(2):
         for half in "wv":
             live = f"linear_fc1.weight{expert}" if grouped else f"local_experts.{expert}.linear_fc1.weight"
@@ -118,8 +135,7 @@ def test_expert_state_is_not_mistaken_for_tensor_parallel_shards(tmp_path: Path)
             "decoder.layers.mlp.experts.experts.linear_fc2.weight": (2, 2, 4, 8),
         }
     )
-    common = {"args": args(LOCAL), "optimizer": optimizer_of(DECAYED, EXPERTS)}
-    tensors = plain_tensors(converted(tmp_path, with_optimizer(model), common))
+    tensors = plain_tensors(trained(tmp_path, model, DECAYED, EXPERTS, base=LOCAL))
     second = model["decoder.layers.mlp.experts.experts.linear_fc2.weight"]
     for layer in range(2):
         for expert in range(2):
@@ -146,8 +162,7 @@ def test_gates_other_than_swiglu_are_split(tmp_path: Path) -> None:
     model = random_tensors(
         {"decoder.layers.mlp.linear_fc1.weight": (1, 8, 4), "decoder.layers.mlp.linear_fc2.weight": (1, 4, 4)}
     )
-    common = {"args": args(TE, swiglu=False), "optimizer": optimizer_of(DECAYED)}
-    assert set(model_weights(converted(tmp_path, with_optimizer(model), common))) == {
+    assert set(model_weights(trained(tmp_path, model, swiglu=False))) == {
         "decoder.layers.0.mlp.linear_fc1.weight_v",
         "decoder.layers.0.mlp.linear_fc1.weight_w",
         "decoder.layers.0.mlp.linear_fc2.weight",
@@ -165,8 +180,7 @@ def test_only_gated_layers_are_split(tmp_path: Path) -> None:
             "decoder.layers.mlp.linear_fc2.weight": (1, 4, 4),
         }
     )
-    common = {"args": TE, "optimizer": optimizer_of(DECAYED, PLAIN)}
-    weights = model_weights(converted(tmp_path, with_optimizer(model), common))
+    weights = model_weights(trained(tmp_path, model, DECAYED, PLAIN))
     assert weights["vision_model.decoder.layers.1.mlp.linear_fc1.weight"].shape == (8, 4)
     assert weights["decoder.layers.0.mlp.linear_fc1.weight_w"].shape == (4, 4)
     assert torch.equal(
@@ -183,10 +197,8 @@ def test_multi_token_prediction_keeps_its_name_unless_asked(tmp_path: Path) -> N
             "mtp.layers.0.eh_proj.weight": (4, 8),
         }
     )
-    source = write_torch_dist(
-        tmp_path / "source", with_optimizer(model), {"args": TE, "optimizer": optimizer_of(DECAYED)}
-    )
-    write_state(read_state(source), tmp_path / "target", "fsdp_dtensor")
+    trained(tmp_path, model)
+    source = tmp_path / "source"
     write_state(read_state(source), tmp_path / "live", "fsdp_dtensor", WriteOptions(rename_mtp_keys=True))
     stored, live = (set(plain_metadata(tmp_path / name).state_dict_metadata) for name in ("target", "live"))
     groups = {key for key in stored if "param_to_group_meta" in key}
@@ -214,8 +226,7 @@ def test_parts_of_state_space_projections_are_fused_as_in_the_model(tmp_path: Pa
     shapes |= {f"{attention}in_proj.weight.{k}": (n, 5) for k, n in linear.items()} | {f"{attention}A_log": (2,)}
     shapes |= {f"{attention}conv1d.weight.{k}": (linear[k], 1, 2) for k in ("query", "key", "value")}
     model = random_tensors(shapes)
-    common = {"args": args(TE), "optimizer": optimizer_of(DECAYED, PLAIN)}
-    weights = model_weights(converted(tmp_path, with_optimizer(model), common))
+    weights = model_weights(trained(tmp_path, model, DECAYED, PLAIN))
     assert set(weights) == {f"{mixer}{k}" for k in ("in_proj.weight", "conv1d_weight", "conv1d_bias", "A_log")} | {
         f"{attention}{k}" for k in ("in_proj.weight", "conv1d.weight", "A_log")
     }
@@ -298,8 +309,7 @@ def test_names_do_not_contain_the_prefixes_of_chained_optimizers(tmp_path: Path)
 
 def test_torch_adam_gets_its_step_counts(tmp_path: Path) -> None:
     model = random_tensors({"output_layer.weight": (4, 4)})
-    group = {**DECAYED, "amsgrad": False, "step": 5.0}
-    target = converted(tmp_path, with_optimizer(model), {"args": TE, "optimizer": optimizer_of(group)})
+    target = trained(tmp_path, model, {**DECAYED, "amsgrad": False, "step": 5.0})
     step = plain_tensors(target)[f"{OPTIMIZER}output_layer.weight.step"]
     assert step.shape == () and step.dtype == torch.float32 and step.item() == 5.0
     assert_returns(tmp_path)
@@ -379,11 +389,8 @@ def test_extra_states_of_float8_layers_are_not_needed(tmp_path: Path) -> None:
         write_state(read_state(source), folder / "target", "fsdp_dtensor")
         found.append(plain_tensors(folder / "target"))
         assert not [key for key in plain_metadata(folder / "target").state_dict_metadata if "_extra_state" in key]
-        state = read_state(folder / "target")
-        state.torch_dist.clear()  # as if a run had written it
-        write_state(state, folder / "back", "torch_dist")
-        back = plain_objects(folder / "back")
-        assert all(back[key] == [None] for key in states)
+        fresh = plain_objects(written_as_by_a_run(folder))
+        assert all(fresh[key] == [None] for key in states)
     assert found[0] and same(found[0], found[1])
 
 
@@ -397,8 +404,7 @@ def test_fused_down_projections_are_read_as_two(tmp_path: Path) -> None:
         f"model.module.{attention}linear_qkv_down_proj.weight": fused,
         f"model.module.{attention}linear_qkv_down_proj.layer_norm_weight": norm,
     }
-    source = write_torch_dist(tmp_path / "source", tensors, {}, {"args": args(TE, q_lora_rank=6), "iteration": 7})
-    (source / "metadata.json").unlink()
+    source = write_checkpoint(tmp_path / "source", tensors, {"args": args(TE, q_lora_rank=6), "iteration": 7})
     weights = read_state(source).weights
     assert set(weights) == {
         f"{attention}linear_q_down_proj.weight",
@@ -427,9 +433,7 @@ def test_fused_down_projections_stored_as_two(tmp_path: Path) -> None:
     tensors |= {f"{OPTIMIZER}{name}.{kind}": t for name, t in model.items() for kind in ("exp_avg", "exp_avg_sq")}
     objects: dict[str, Any] = {f"{meta}{name}.{field}": decay for name, decay in decays.items()}
     objects |= {"args": args(TE, mla_down_proj_fusion=True, tensor_model_parallel_size=2), "iteration": 7}
-    source = write_torch_dist(tmp_path / "source", tensors, {}, objects)
-    (source / "metadata.json").unlink()
-    state = read_state(source)
+    state = read_state(write_checkpoint(tmp_path / "source", tensors, objects))
     assert {name: group[field] for name, group in state.group_of.items()} == {
         name: 0.1 * (tensor.dim() > 1) for name, tensor in model.items()
     }
@@ -445,8 +449,7 @@ def test_fused_down_projections_stored_as_two(tmp_path: Path) -> None:
 def test_fused_down_projections_of_tensor_parallel_ranks_raise(tmp_path: Path) -> None:
     name = "model.module.decoder.layers.0.self_attention.linear_qkv_down_proj.weight"
     said = {"args": args(TE, q_lora_rank=6, tensor_model_parallel_size=2), "iteration": 7}
-    source = write_torch_dist(tmp_path / "source", random_tensors({name: (10, 4)}), {}, said)
-    (source / "metadata.json").unlink()
+    source = write_checkpoint(tmp_path / "source", random_tensors({name: (10, 4)}), said)
     with pytest.raises(ValueError, match="linear_qkv_down_proj.weight: it is stored fused"):
         read_state(source)
 
@@ -462,11 +465,8 @@ def test_empty_extra_states_match_the_implementation_of_layers(tmp_path: Path) -
     }
     found = {}
     for name, base in {"local": LOCAL, "transformer_engine": TE}.items():
-        target = converted(tmp_path / name, random_tensors(attention | norms), {"args": args(base, bf16=False)})
-        state = read_state(target)
-        state.torch_dist.clear()
-        write_state(state, tmp_path / name / "fresh", "torch_dist")
-        objects = plain_objects(tmp_path / name / "fresh")
+        converted(tmp_path / name, random_tensors(attention | norms), {"args": args(base, bf16=False)})
+        objects = plain_objects(written_as_by_a_run(tmp_path / name))
         found[name] = {key for key, value in objects.items() if "_extra_state" in key and value == [None]}
     linear = {
         f"decoder.layers.self_attention.linear_{m}._extra_state/shard_{i}_2" for m in ("qkv", "proj") for i in (0, 1)
@@ -482,27 +482,20 @@ def test_without_kept_data_the_layout_is_megatron_cores(tmp_path: Path) -> None:
     model = random_tensors(
         {"decoder.layers.0.mlp.linear_fc2.weight": (4, 8), "decoder.layers.1.mlp.linear_fc2.weight": (4, 8)}
     )
-    target = converted(tmp_path, with_optimizer(model), {"args": TE, "optimizer": optimizer_of(DECAYED)})
-    state = read_state(target)
-    state.torch_dist.clear()
-    write_state(state, tmp_path / "fresh", "torch_dist")
-    keys = {key for key in plain_tensors(tmp_path / "fresh") if not key.startswith("optimizer.")}
+    trained(tmp_path, model)
+    fresh = written_as_by_a_run(tmp_path)
+    keys = {key for key in plain_tensors(fresh) if not key.startswith("optimizer.")}
     # The source stores layers one by one, but Megatron-Core stacks equal layers.
     assert keys == {"decoder.layers.mlp.linear_fc2.weight"}
-    content = plain_common(tmp_path / "fresh")["content_metadata"]
+    content = plain_common(fresh)["content_metadata"]
     assert content["distrib_optim_sharding_type"] == "fully_reshardable" and not content["singleton_local_shards"]
 
 
 @pytest.mark.parametrize("setting", [{"moe_layer_freq": [1, 1]}, {"moe_layer_freq": 2}, {"linear_attention_freq": 4}])
 def test_heterogeneous_layers_are_written_separately(tmp_path: Path, setting: dict[str, Any]) -> None:
     model = random_tensors({"decoder.layers.mlp.linear_fc2.weight": (2, 4, 8)})
-    target = converted(
-        tmp_path, with_optimizer(model), {"args": args(TE, **setting), "optimizer": optimizer_of(DECAYED)}
-    )
-    state = read_state(target)
-    state.torch_dist.clear()
-    write_state(state, tmp_path / "fresh", "torch_dist")
-    keys = {key for key in plain_tensors(tmp_path / "fresh") if not key.startswith("optimizer.")}
+    trained(tmp_path, model, **setting)
+    keys = {key for key in plain_tensors(written_as_by_a_run(tmp_path)) if not key.startswith("optimizer.")}
     assert keys == {f"decoder.layers.{i}.mlp.linear_fc2.weight" for i in range(2)}
 
 
@@ -510,8 +503,8 @@ def test_settings_in_tensors_are_kept_exactly(tmp_path: Path) -> None:
     model = random_tensors({"output_layer.weight": (4, 4), "decoder.final_layernorm.weight": (4,)})
     # Both are printed as 0.0012.
     rates = torch.tensor(0.00123451), torch.tensor(0.00123499)
-    groups = optimizer_of({**DECAYED, "lr": rates[0]}, {**PLAIN, "lr": rates[1]})
-    objects = plain_objects(converted(tmp_path, with_optimizer(model), {"args": TE, "optimizer": groups}))
+    groups = {**DECAYED, "lr": rates[0]}, {**PLAIN, "lr": rates[1]}
+    objects = plain_objects(trained(tmp_path, model, *groups))
     meta = "optimizer.param_to_group_meta.module.module.module."
     found = objects[f"{meta}output_layer.weight.lr"], objects[f"{meta}decoder.final_layernorm.weight.lr"]
     assert same(found, rates)
@@ -521,8 +514,7 @@ def test_settings_in_tensors_are_kept_exactly(tmp_path: Path) -> None:
 def rewritten(tmp_path: Path, change: Mapping[str, Any]) -> Path:
     """An ``fsdp_dtensor`` checkpoint with other objects."""
     shapes = {"output_layer.weight": (4, 4), "embedding.word_embeddings.weight": (4, 4)}
-    common = {"args": TE, "optimizer": optimizer_of(DECAYED)}
-    source = converted(tmp_path, with_optimizer(random_tensors(shapes)), common)
+    source = trained(tmp_path, random_tensors(shapes))
     return write_checkpoint(tmp_path / "changed", plain_tensors(source), {**plain_objects(source), **change})
 
 

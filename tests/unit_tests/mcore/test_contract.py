@@ -3,7 +3,6 @@
 import copy
 import gc
 import inspect
-import logging
 from collections.abc import Callable
 
 import pytest
@@ -20,7 +19,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_attr_wrapped_model, get_model_config, unwrap_model
 from megatron.fsdp import MegatronFSDP
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
-from tests.models import STRATEGIES
+from tests.models import STRATEGIES, logged
 from tests.nccl_recorder import Recorder
 from tests.ranks import RankPool, on_ranks
 from tests.slow import all_but_slow
@@ -474,21 +473,15 @@ def gradients_are_checked_where_everything_is_frozen() -> None:
 
 
 def large_gradients_are_reported_and_no_error() -> None:
-    warnings: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
     machine = rerun_state_machine.get_rerun_state_machine()
     model = mm.wrapped("optim_grads_params", check_for_nan_in_grad=False, check_for_large_grads=True)
-    rerun_state_machine.logger.addHandler(handler)
-    try:
+    with logged(by=rerun_state_machine.logger.name) as warnings:
         for largest in (1e9, 1e-9):
             # As if a hundred steps had been seen.
             machine.large_value_counts["grads"], machine.max_values["grads"] = 100, largest
             _without_finalizing(model, mm.tokens(0, 1))
             model.finish_grad_sync()
             assert ["unexpectedly large value" in warning for warning in warnings] == [True] * (largest < 1)
-    finally:
-        rerun_state_machine.logger.removeHandler(handler)
 
 
 # The functions above that have names of their own.

@@ -34,7 +34,7 @@ from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
 from megatron.training.arguments import add_megatron_arguments
 from scripts import limit_table
 
-# One value for each row at which it applies.
+# The values at which a row applies, where it is not enough to set what it names (`_set`).
 BROKEN: dict[str, dict[str, Any]] = {
     "cuda_graph_impl other than none or full_iteration": {"cuda_graph_impl": "local"},
     "fsdp_buffer_count below 2 or without fsdp_double_buffer": {"fsdp_buffer_count": 3},
@@ -64,8 +64,6 @@ BROKEN: dict[str, dict[str, Any]] = {
         "check_weight_hash_across_dp_replicas_interval": 1,
         "data_parallel_sharding_strategy": "optim_grads_params",
     },
-    "moe_single_grouped_weight or moe_single_grouped_bias": {"moe_single_grouped_weight": True},
-    "use_sharp for the group dp": {"use_sharp": True},
     next(limit.setting for limit in LIMITS if limit.setting.startswith("save on object storage")): {
         "save": "s3://bucket/run",
         "log_progress": True,
@@ -87,8 +85,9 @@ BROKEN: dict[str, dict[str, Any]] = {
 }
 
 
-def _broken(setting: str) -> dict[str, Any]:
-    return BROKEN.get(setting) or ({setting.split()[0]: 2} if setting.endswith("> 1") else {setting: True})
+def _set(row: str) -> dict[str, Any]:
+    """The settings that a row such as ``a with b``, ``a or b`` or ``a > 1`` names, with values at which it applies."""
+    return {setting.split()[0]: 2 if row.endswith("> 1") else True for setting in row.split(" with ")}
 
 
 @pytest.mark.parametrize(
@@ -116,7 +115,7 @@ def test_an_evaluation_on_one_rank_is_refused(strategy: str | None, given: dict[
 @pytest.mark.parametrize("limit", LIMITS, ids=lambda limit: limit.setting)
 def test_each_limit_is_an_error_that_says_what_to_do(limit: limits.Limit) -> None:
     with pytest.raises((ValueError, NotImplementedError)) as caught:
-        check(Settings(SimpleNamespace(**_broken(limit.setting))))
+        check(Settings(SimpleNamespace(**(BROKEN.get(limit.setting) or _set(limit.setting)))))
     assert any(line.startswith(f"{limit.setting}: ") for line in str(caught.value).splitlines())
     assert limit.reason in str(caught.value) and limit.remedy in str(caught.value)
     assert caught.type is limit.error
@@ -280,7 +279,6 @@ ASKED_FOR: dict[str, dict[str, Any]] = {
         "suggested_communication_unit_size": 1_000_000,
         "fsdp_double_buffer": True,
     },
-    "ckpt_drop_redundant_extra_state": {"ckpt_drop_redundant_extra_state": True},
     "num_buckets": {"ddp_num_buckets": 4},
     "bucket_size": {"ddp_bucket_size": 40_000_000},
     "gradient_reduce_div_fusion": {"gradient_reduce_div_fusion": False},
@@ -292,16 +290,8 @@ ASKED_FOR: dict[str, dict[str, Any]] = {
         f"{name} with one expert-parallel rank": {name: value, "expert_model_parallel_size": 1}
         for name, value in zip(EXPERTS, ("optim", "optim", 2), strict=True)
     },
-    "overlap_cpu_optimizer_d2h_h2d with optimizer_cpu_offload": {
-        "overlap_cpu_optimizer_d2h_h2d": True,
-        "optimizer_cpu_offload": True,
-    },
     "pin_cpu_grads": {"pin_cpu_grads": False, "optimizer_cpu_offload": True},
     "pin_cpu_params": {"pin_cpu_params": False, "optimizer_cpu_offload": True},
-    "use_torch_optimizer_for_cpu_offload with optimizer_cpu_offload": {
-        "use_torch_optimizer_for_cpu_offload": True,
-        "optimizer_cpu_offload": True,
-    },
     "exp_avg_dtype with optimizer_cpu_offload": {"exp_avg_dtype": torch.bfloat16, "optimizer_cpu_offload": True},
     "exp_avg_sq_dtype with optimizer_cpu_offload": {"exp_avg_sq_dtype": torch.bfloat16, "optimizer_cpu_offload": True},
     "torch_fsdp2_reshard_after_forward": {"torch_fsdp2_reshard_after_forward": False},
@@ -314,7 +304,7 @@ def test_settings_without_effect_are_logged_once(
 ) -> None:
     limits._log_once.cache_clear()
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)  # on a CPU the fused division is off anyway
-    given = ASKED_FOR.get(ignored.setting, {ignored.setting.split()[0]: True})
+    given = ASKED_FOR.get(ignored.setting) or _set(ignored.setting)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             adjust(Settings(SimpleNamespace(**given)))

@@ -1,8 +1,8 @@
 """Process groups, detection of tensor-parallel parameters by class and attribute, and checks of their replicas."""
 
-import logging
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron.fsdp.mcore import replicas, save, topology
 from megatron.fsdp.mcore.checkpoint_state import CheckpointState
 from megatron.fsdp.mcore.topology import divided_dim
-from tests.models import sgd, train_reference
+from tests.models import logged, sgd, train_reference
 from tests.ranks import RankFailure, RankPool
 
 OFFSETS = "layers.{}.self_attention.core_attention.softmax_offset"
@@ -62,17 +62,12 @@ def _layers(config: Any) -> nn.Module:
 
 def _replicas(change: str, forget: bool) -> list[str]:
     """Warnings of a save of layers on two tensor-parallel ranks, and an offset's shape, after a change on one rank."""
-    warnings: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
     mm.parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     mm.model_parallel_cuda_manual_seed(1234)
 
-    known = dict(topology.DIVIDED)
-    if forget:
-        del topology.DIVIDED["DotProductAttention"]
-    replicas.logger.addHandler(handler)
-    try:
+    with patch.dict(topology.DIVIDED), logged(by=replicas.logger.name) as warnings:
+        if forget:
+            del topology.DIVIDED["DotProductAttention"]
         model = mm.wrapped("optim_grads_params", _layers, softmax_type="learnable", tensor_model_parallel_size=2)
         params = {entry.name.removeprefix("module."): entry for entry in model.module.engine.params()}
         if change and mm.parallel_state.get_tensor_model_parallel_rank() == 1:
@@ -81,10 +76,7 @@ def _replicas(change: str, forget: bool) -> list[str]:
                 local_shard(params[name].main).mul_(float(factor))
         state = CheckpointState({"model": model.module.state_dict()}, [model.module])
         save.preprocess(None, SimpleNamespace(), state, model.module)
-    finally:
-        topology.DIVIDED.update(known)
-        replicas.logger.removeHandler(handler)
-        mm.parallel_state.destroy_model_parallel()
+    mm.parallel_state.destroy_model_parallel()
     return [*warnings, str(params[OFFSETS.format(0)].shape)]
 
 
