@@ -65,7 +65,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if mark is not None:
         given = pyfuncitem.funcargs
         arguments = [given[name] for name in inspect.signature(pyfuncitem.obj).parameters]
-        given["ranks"].run(*mark.args, pyfuncitem.obj, *arguments)
+        (count,) = mark.args
+        given["ranks"].run(given.get(count, count), pyfuncitem.obj, *arguments)
     return None if mark is None else True
 
 

@@ -13,6 +13,7 @@ import sys
 import traceback
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 from megatron.fsdp.mcore import cpu
 
@@ -85,14 +86,10 @@ def computed(case: Path) -> Computed:
     """The outputs of a case's model."""
     tokens = torch.load(case / "tokens.pt")
     length = tokens.shape[1]
-    resolve = QKNormConfigResolver.resolve
-    if "no-query-rank" in case.name:
-        QKNormConfigResolver.resolve = plain_query_projection
-    try:
+    resolve = plain_query_projection if "no-query-rank" in case.name else QKNormConfigResolver.resolve
+    with patch.object(QKNormConfigResolver, "resolve", resolve):
         model = build(case / "checkpoint")
         load(model, case / "checkpoint")
-    finally:
-        QKNormConfigResolver.resolve = resolve
     positions = torch.arange(length).expand(tokens.shape)
     mask = torch.ones(1, 1, length, length).tril() < 0.5
     outputs: list[torch.Tensor] = []

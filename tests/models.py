@@ -1,6 +1,7 @@
 """Tiny models with shapes that divide nothing evenly, and the unsharded reference that sharded runs are compared to."""
 
 import copy
+import gc
 import logging
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -41,6 +42,17 @@ def logged(level: int = logging.WARNING, by: str = "megatron.fsdp") -> Iterator[
     finally:
         logger.setLevel(before)
         logger.removeHandler(handler)
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """Context in which nobody collects cycles, so that they keep objects as references do."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 class Block(nn.Module):

@@ -144,8 +144,12 @@ class RankPool:
         self._ranks.clear()
 
 
-def on_ranks(count: int) -> Callable[..., Any]:
-    """Decorate a test: its body runs on this many ranks, with the values of its parameters and fixtures."""
+def on_ranks(count: int | str) -> Callable[..., Any]:
+    """Decorate a test: its body runs on ranks, with the values of its parameters and fixtures.
+
+    Args:
+        count: Number of ranks, or the name of the parameter that is it.
+    """
     return lambda test: pytest.mark.on_ranks(count)(pytest.mark.usefixtures("ranks")(test))
 
 

@@ -205,14 +205,11 @@ def _count_messages() -> tuple[int, int]:
             messages[0] += 1
             super().set(key, value)
 
-    agreement.dist.PrefixStore, original = Counting, dist.PrefixStore  # type: ignore[misc]
-    try:
+    with patch.object(agreement.dist, "PrefixStore", Counting):
         comparison = agreement.Comparison(dist.group.WORLD, {"a": "b" * 10**6})
         dist.barrier()
         sent = messages[0]
         comparison.wait(Journal().channel([0]))
-    finally:
-        agreement.dist.PrefixStore = original  # type: ignore[misc]
     return sent, messages[0]
 
 

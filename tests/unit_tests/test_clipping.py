@@ -53,7 +53,10 @@ def _gradients(strategy: str) -> tuple[nn.Module, MegatronFSDP]:
     return pair.reference, pair.sharded
 
 
-def _norms(strategy: str) -> None:
+@on_ranks("world_size")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_norms_and_clipped_gradients(strategy: str, world_size: int) -> None:
     reference, sharded = _gradients(strategy)
     for norm_type in (2.0, 1.0, 3.0, math.inf):
         found, expected = (
@@ -71,12 +74,6 @@ def _norms(strategy: str) -> None:
             for parameter in each.parameters():
                 if parameter.grad is not None:
                     parameter.grad.mul_(3.0)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_norms_and_clipped_gradients(ranks: RankPool, strategy: str, world_size: int) -> None:
-    ranks.run(world_size, _norms, strategy)
 
 
 @on_ranks(4)

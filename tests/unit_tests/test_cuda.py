@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -54,11 +55,8 @@ def test_delays_on_either_stream_change_no_bit(strategy: str) -> None:
         return run(self, task)
 
     for replacement in (late, late_compute):
-        streams.CudaStream.run = replacement  # type: ignore[method-assign]
-        try:
+        with patch.object(streams.CudaStream, "run", replacement):
             found = _trained(4, zero_dp_strategy=strategy)
-        finally:
-            streams.CudaStream.run = run  # type: ignore[method-assign]
         for name, value in expected.items():
             assert torch.equal(found[name], value), name
 

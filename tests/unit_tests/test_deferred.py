@@ -139,7 +139,11 @@ class Model(nn.Module):
         return self.head(self.norm(x) * self.gain)
 
 
-def _build(strategy: str) -> None:
+@on_ranks("world_size")
+@numbers_of_the_host
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_sharded_model_is_initialized_as_it_was_built(world_size: int, strategy: str) -> None:
     torch.manual_seed(SEED)
     reference = Model()
     model = deferred_init(Model)
@@ -159,13 +163,6 @@ def _build(strategy: str) -> None:
         assert torch.equal(buffers[name].cpu(), buffer), name
     assert not any(recipes(module) for module in model.modules())
     sharded(torch.zeros(4, dtype=torch.long, device=device())).sum().backward()
-
-
-@numbers_of_the_host
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_sharded_model_is_initialized_as_it_was_built(ranks: RankPool, world_size: int, strategy: str) -> None:
-    ranks.run(world_size, _build, strategy)
 
 
 def _built_alike(build: Callable[[], nn.Module], units: list[Any]) -> list[str]:

@@ -1,6 +1,5 @@
 """Deleting a model frees its memory at once, without the garbage collector."""
 
-import gc
 import time
 import weakref
 
@@ -8,7 +7,7 @@ import pytest
 import torch
 
 from megatron_fsdp import MegatronFSDP
-from tests.models import STRATEGIES, TinyModel, adamw, batches, loss_of, shard
+from tests.models import STRATEGIES, TinyModel, adamw, batches, loss_of, shard, without_collector
 from tests.ranks import on_ranks
 
 
@@ -34,9 +33,7 @@ def _freed(buffers: list[weakref.ref]) -> bool:
 def test_deletion(strategy: str, when: str) -> None:
     # torch's own first optimizer of a process is kept by the frames of an import that it tries.
     adamw([torch.nn.Parameter(torch.zeros(1))])
-    gc.collect()
-    gc.disable()
-    try:
+    with without_collector():
         model = TinyModel(tied=True)
         module = weakref.ref(model)
         sharded, optimizer = shard(model, strategy)
@@ -56,8 +53,6 @@ def test_deletion(strategy: str, when: str) -> None:
         assert owner() is None and module() is None
         del loss
         assert _freed(buffers)
-    finally:
-        gc.enable()
 
 
 def test_stream_keeps_no_task() -> None:

@@ -9,7 +9,7 @@ from torch import nn
 
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 from tests.models import FP32_GRADS, STRATEGIES, adamw, batches, device, loss_of, main_weights
-from tests.ranks import RankPool, on_ranks
+from tests.ranks import on_ranks
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -72,7 +72,9 @@ class Reference:
                 parameter.copy_(self.weights[name])
 
 
-def _train(strategy: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_dtypes_and_frozen_parameters_in_one_unit(strategy: str) -> None:
     torch.manual_seed(3)
     model = MixedModel().to(device())
     dtypes = {name: (p.dtype, p.requires_grad) for name, p in model.named_parameters()}
@@ -99,11 +101,6 @@ def _train(strategy: str) -> None:
     for name, weight in main_weights(sharded).items():
         expected = reference.weights[name].detach().cpu()
         torch.testing.assert_close(weight, expected, rtol=2e-6, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_dtypes_and_frozen_parameters_in_one_unit(ranks: RankPool, strategy: str) -> None:
-    ranks.run(2, _train, strategy)
 
 
 @on_ranks(2)

@@ -1,12 +1,12 @@
 """After an exception in any place, all units are resharded, no communication is in flight, and training continues."""
 
 import copy
-import gc
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -29,6 +29,7 @@ from tests.models import (
     batches,
     device,
     loss_of,
+    without_collector,
 )
 from tests.ranks import DEVICE, RankPool, on_ranks
 
@@ -111,7 +112,15 @@ class Fragiles(Pair):
             optimizer.zero_grad()
 
 
-def _train(strategy: str, which: int, where: str, error: type[BaseException], direct: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("error", "which", "direct"),
+    [(ValueError, 0, False), (ValueError, 3, True), (KeyboardInterrupt, 1, False), (KeyboardInterrupt, 2, True)],
+)
+def test_exception_in_a_unit(strategy: str, where: str, error: type[BaseException], which: int, direct: bool) -> None:
+    """``direct``: the test calls the wrapped model, so the wrapper does not see the exception."""
     pair = Fragiles(strategy)
     data = batches(steps=5, per_step=dist.get_world_size())
     for number, step in enumerate(data):
@@ -126,19 +135,6 @@ def _train(strategy: str, which: int, where: str, error: type[BaseException], di
         _assert_no_gradients(pair.sharded)
         pair.update()
     pair.assert_same_weights()
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize(
-    ("error", "which", "direct"),
-    [(ValueError, 0, False), (ValueError, 3, True), (KeyboardInterrupt, 1, False), (KeyboardInterrupt, 2, True)],
-)
-def test_exception_in_a_unit(
-    ranks: RankPool, strategy: str, where: str, error: type[BaseException], which: int, direct: bool
-) -> None:
-    """``direct``: the test calls the wrapped model, so the wrapper does not see the exception."""
-    ranks.run(2, _train, strategy, which, where, error, direct)
 
 
 @on_ranks(2)
@@ -302,16 +298,19 @@ def _interrupted_wait(number: int) -> Iterator[None]:
             raise KeyboardInterrupt
         wait(self)
 
-    CpuHandle.wait = interrupted  # type: ignore[method-assign]
-    CpuStream.run = lambda self, task: run(self, lambda: (time.sleep(0.005), task())[1])  # type: ignore
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            yield
-    finally:
-        CpuHandle.wait, CpuStream.run = wait, run  # type: ignore[method-assign]
+    with (
+        patch.object(CpuHandle, "wait", interrupted),
+        patch.object(CpuStream, "run", lambda self, task: run(self, lambda: (time.sleep(0.005), task())[1])),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        yield
 
 
-def _interrupted(strategy: str, last: int) -> None:
+@on_ranks(2)
+@pytest.mark.skipif(DEVICE == "cuda", reason="the host does not wait for a CUDA stream")
+@pytest.mark.parametrize(("strategy", "last"), [("no_shard", 5), ("optim_grads", 10), ("optim_grads_params", 13)])
+def test_interrupt_while_waiting_for_communication(strategy: str, last: int) -> None:
+    """The numbers of unshards and reductions: 5 in forward, 3 in backward, and 5, if the strategy has them."""
     pair = Fragiles(strategy)
     for number, step in enumerate(batches(steps=last, per_step=dist.get_world_size()), start=1):
         with _interrupted_wait(number):
@@ -322,13 +321,6 @@ def _interrupted(strategy: str, last: int) -> None:
         _assert_no_gradients(pair.sharded)
         pair.update()
     pair.assert_same_weights()
-
-
-@pytest.mark.skipif(DEVICE == "cuda", reason="the host does not wait for a CUDA stream")
-@pytest.mark.parametrize(("strategy", "last"), [("no_shard", 5), ("optim_grads", 10), ("optim_grads_params", 13)])
-def test_interrupt_while_waiting_for_communication(ranks: RankPool, strategy: str, last: int) -> None:
-    """The numbers of unshards and reductions: 5 in forward, 3 in backward, and 5, if the strategy has them."""
-    ranks.run(2, _interrupted, strategy, last)
 
 
 def _raise(*args: Any) -> None:
@@ -342,9 +334,7 @@ def test_model_that_is_deleted_after_an_exception_is_freed(strategy: str, what: 
     """A cycle through an error and its traceback would not be freed, because the garbage collector is off."""
     adamw([nn.Parameter(torch.zeros(1))])  # torch's own first optimizer is kept by an import that it tries
     failing = wrapped(all_gather=lambda original: _raise, all_reduce=lambda original: _raise)
-    gc.collect()
-    gc.disable()
-    try:
+    with without_collector():
         pair = Fragiles(strategy)
         tokens = batches(1, 1)[0, 0]
         pair.backward(tokens[None].expand(2, -1, -1))
@@ -364,7 +354,5 @@ def test_model_that_is_deleted_after_an_exception_is_freed(strategy: str, what: 
             time.sleep(0.001)
         alive = [type(reference()).__name__ for reference in kept if reference() is not None]
         assert failed and not alive, alive
-    finally:
-        gc.enable()
-        if what == "collective":
-            failing.__exit__(None, None, None)
+    if what == "collective":
+        failing.__exit__(None, None, None)

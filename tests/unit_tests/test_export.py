@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.ranks import DEVICE, RankPool
+from tests.ranks import DEVICE, RankPool, on_ranks
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
@@ -112,7 +112,9 @@ def test_buffers_in_checkpoint_wrappers_are_exported(ranks: RankPool, tmp_path: 
     assert ranks.run(2, _statistics_in_a_checkpoint, str(tmp_path))[0] == sorted(plain.state_dict())
 
 
-def _full_disk(folder: str, largest: int) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("largest", [16, 1 << 30])
+def test_all_ranks_raise_if_the_disk_is_full(tmp_path: Path, largest: int) -> None:
     import safetensors.torch
 
     from megatron_fsdp import fully_shard_model, save_safetensors
@@ -125,16 +127,12 @@ def _full_disk(folder: str, largest: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(safetensors.torch, "save_file", fail)
         with pytest.raises(RuntimeError, match="save_safetensors: .* No space left"):
-            save_safetensors(model, folder, max_shard_size=largest)
-    save_safetensors(model, folder, max_shard_size=largest)
+            save_safetensors(model, tmp_path, max_shard_size=largest)
+    save_safetensors(model, tmp_path, max_shard_size=largest)
 
 
-@pytest.mark.parametrize("largest", [16, 1 << 30])
-def test_all_ranks_raise_if_the_disk_is_full(ranks: RankPool, tmp_path: Path, largest: int) -> None:
-    ranks.run(2, _full_disk, str(tmp_path), largest)
-
-
-def _replaced(folder: str) -> None:
+@on_ranks(1)
+def test_an_export_replaces_an_earlier_one_and_keeps_values(tmp_path: Path) -> None:
     from megatron_fsdp import fully_shard_model, save_safetensors
 
     config = transformers.LlamaConfig(
@@ -146,16 +144,12 @@ def _replaced(folder: str) -> None:
     for round, largest in enumerate((1 << 30, 5000, 15000, 1 << 30)):
         with torch.no_grad():
             source.model.norm.weight.fill_(1 + round + 2**-12)
-        save_safetensors(model, folder, torch.float32, largest)
-        loaded = transformers.LlamaForCausalLM.from_pretrained(folder)
+        save_safetensors(model, tmp_path, torch.float32, largest)
+        loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
         assert loaded.dtype == torch.float32 and model.config.dtype == torch.bfloat16
         assert torch.equal(loaded.model.norm.weight, torch.full((24,), 1 + round + 2**-12))
-    assert [path.name for path in Path(folder).glob("*.safetensors*")] == ["model.safetensors"]
+    assert [path.name for path in tmp_path.glob("*.safetensors*")] == ["model.safetensors"]
     with torch.no_grad():
         source.model.norm.weight.mul_(1e5)
     with pytest.raises(ValueError, match=r"model\.norm\.weight: expected values within .*float16"):
-        save_safetensors(model, folder, torch.float16)
-
-
-def test_an_export_replaces_an_earlier_one_and_keeps_values(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(1, _replaced, str(tmp_path))
+        save_safetensors(model, tmp_path, torch.float16)

@@ -1,6 +1,5 @@
 """Methods other than forward that use parameters, and modules that are called several times in one forward."""
 
-import gc
 import weakref
 from collections.abc import Iterator
 
@@ -10,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp import MegatronFSDP, fully_shard_model, register_forward_method
-from tests.models import STRATEGIES, Block, Pair, batches, device
+from tests.models import STRATEGIES, Block, Pair, batches, device, without_collector
 from tests.ranks import DEVICE, on_ranks
 
 
@@ -131,9 +130,7 @@ def test_method_can_be_called_again_after_an_error() -> None:
 
 @on_ranks(1)
 def test_registered_methods_do_not_keep_the_model() -> None:
-    gc.collect()
-    gc.disable()
-    try:
+    with without_collector():
         model = Encoder()
         sharded = fully_shard_model(model, fsdp_unit_modules=[Projecting])
         _register(sharded)
@@ -141,8 +138,6 @@ def test_registered_methods_do_not_keep_the_model() -> None:
         references = [weakref.ref(each) for each in (model, sharded, model.blocks[0], *sharded.engine.params())]
         del model, sharded
         assert all(reference() is None for reference in references)
-    finally:
-        gc.enable()
 
 
 class Kinds(nn.Linear):

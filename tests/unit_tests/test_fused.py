@@ -105,12 +105,11 @@ class FusedModel(TinyModel):
 def _poison() -> Iterator[None]:
     """Context in which new buffers are full of NaN: what nobody writes must not be read."""
     new_flat, empty_like = Reduction.new_flat, torch.empty_like
-    Reduction.new_flat = lambda *args: new_flat(*args).fill_(NAN)  # type: ignore[method-assign]
-    torch.empty_like = lambda *args, **kwargs: empty_like(*args, **kwargs).fill_(NAN)
-    try:
+    with (
+        patch.object(Reduction, "new_flat", lambda *args: new_flat(*args).fill_(NAN)),
+        patch.object(torch, "empty_like", lambda *args, **kwargs: empty_like(*args, **kwargs).fill_(NAN)),
+    ):
         yield
-    finally:
-        Reduction.new_flat, torch.empty_like = new_flat, empty_like  # type: ignore[method-assign]
 
 
 def _shard(way: Way, strategy: str, fused: bool = True) -> MegatronFSDP:
@@ -250,7 +249,9 @@ def test_requests_in_backward_get_the_place_in_the_buffer(strategy: str) -> None
     _nothing_is_left(sharded)
 
 
-def _evaluate() -> None:
+@on_ranks(2)
+def test_evaluation_leaves_a_placeholder_that_cannot_be_written() -> None:
+    """Some layers request memory in forward, to check that there is some."""
     sharded = _shard(Way(asks_first=True, dtype=torch.bfloat16), "optim_grads_params")
     with torch.no_grad():
         sharded(batches(1, 1)[0, 0])
@@ -264,11 +265,6 @@ def _evaluate() -> None:
             weight.main_grad.add_(1)
     storages = {weight.main_grad.untyped_storage().data_ptr() for weight in weights for _ in range(2)}
     assert len(storages) == 3, "one per group, however often it is requested"
-
-
-def test_evaluation_leaves_a_placeholder_that_cannot_be_written(ranks: RankPool) -> None:
-    """Some layers request memory in forward, to check that there is some."""
-    ranks.run(2, _evaluate)
 
 
 # Failures and freezing -------------------------------------------------------------------------------------------

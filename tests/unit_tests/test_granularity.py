@@ -22,7 +22,7 @@ from tests.models import (
     main_weights,
     save_to,
 )
-from tests.ranks import RankPool
+from tests.ranks import RankPool, on_ranks
 
 
 class Awkward(nn.Module):
@@ -121,7 +121,11 @@ class Split:
             optimizer.zero_grad()
 
 
-def _muon(strategy: str) -> None:
+@on_ranks("world_size")
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_muon_sees_full_matrices(strategy: str, world_size: int) -> None:
     torch.manual_seed(3)
     model = TinyModel().to(device())
     reference = copy.deepcopy(model)
@@ -136,10 +140,3 @@ def _muon(strategy: str) -> None:
         loss_of(sharded, tokens).backward()
         split.step()
     assert_same_weights(sharded, reference, 1e-6)
-
-
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_muon_sees_full_matrices(ranks: RankPool, strategy: str, world_size: int) -> None:
-    ranks.run(world_size, _muon, strategy)

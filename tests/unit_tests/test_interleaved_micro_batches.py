@@ -63,7 +63,10 @@ def _starts_as_the_reference(strategy: str) -> tuple[MegatronFSDP, TinyModel, to
     return _shard(module, strategy), reference, batches(steps=4, per_step=3 * dist.get_world_size())
 
 
-def _alternates_with_the_ordinary_loop(strategy: str, delay: bool, sync_each: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize(("delay", "sync_each"), [(True, False), (False, True)])
+@pytest.mark.parametrize("strategy", all_but_slow(STRATEGIES, "optim", "optim_grads_params"))
+def test_ordinary_steps_and_evaluations_in_between(strategy: str, delay: bool, sync_each: bool) -> None:
     model, reference, data = _starts_as_the_reference(strategy)
     optimizer = fully_shard_optimizer(sgd(model.parameters()))
     for i, step in enumerate(data):
@@ -83,14 +86,6 @@ def _alternates_with_the_ordinary_loop(strategy: str, delay: bool, sync_each: bo
         assert all(unit.state is WeightState.SHARDED for unit in model.engine.units)
         assert not model.engine.schedule.passes.by_caller
         assert_same_weights(model, reference)
-
-
-@pytest.mark.parametrize(("delay", "sync_each"), [(True, False), (False, True)])
-@pytest.mark.parametrize("strategy", all_but_slow(STRATEGIES, "optim", "optim_grads_params"))
-def test_ordinary_steps_and_evaluations_in_between(
-    ranks: RankPool, strategy: str, delay: bool, sync_each: bool
-) -> None:
-    ranks.run(2, _alternates_with_the_ordinary_loop, strategy, delay, sync_each)
 
 
 # Within the first micro-batch's forward, and the first and the last layer of the second's during its backward.

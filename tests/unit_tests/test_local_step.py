@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,7 +62,12 @@ def _decay_matrices_only(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([{"params": others, "weight_decay": 0.0}, {"params": matrices, "lr": 2e-2}], lr=1e-2)
 
 
-def _train(make: Callable[[nn.Module], torch.optim.Optimizer]) -> None:
+@on_ranks("number")
+@pytest.mark.parametrize("make", [_parameters, _decay_matrices_only])
+@pytest.mark.parametrize("number", [1, 2])
+def test_optimizer_sees_a_plain_tensor_per_parameter(
+    number: int, make: Callable[[nn.Module], torch.optim.Optimizer]
+) -> None:
     (sharded, optimizer), unsharded = _both(make)
     seen = SeenTypes(optimizer)
     for tokens in batches(3, 1)[:, 0]:
@@ -72,14 +78,6 @@ def _train(make: Callable[[nn.Module], torch.optim.Optimizer]) -> None:
     parameters = list(sharded.parameters())
     assert set(optimizer.state) == set(parameters)
     assert seen.types == {torch.Tensor} and seen.count == 3 * len(parameters)
-
-
-@pytest.mark.parametrize("make", [_parameters, _decay_matrices_only])
-@pytest.mark.parametrize("number", [1, 2])
-def test_optimizer_sees_a_plain_tensor_per_parameter(
-    ranks: RankPool, number: int, make: Callable[[nn.Module], torch.optim.Optimizer]
-) -> None:
-    ranks.run(number, _train, make)
 
 
 @on_ranks(2)
@@ -281,7 +279,12 @@ OWN: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def _resume_early(name: str, before: int, folder: str) -> None:
+@on_ranks(3)
+@pytest.mark.parametrize("before", [0, 1])
+@pytest.mark.parametrize("name", OWN)
+def test_optimizers_of_ones_own_resume_before_they_have_all_of_their_state(
+    tmp_path: Path, name: str, before: int
+) -> None:
     """Train, with a save and a load into a new model and optimizer after ``before`` steps."""
     if name == "Averaging":
         register_optimizer(Averaging, "element")
@@ -293,20 +296,12 @@ def _resume_early(name: str, before: int, folder: str) -> None:
     x = torch.ones(2, 4, device=device())
     for step in range(4):
         if step == before:
-            save_to(folder, model, optimizer)
+            save_to(tmp_path, model, optimizer)
             fresh = TwoParts().to(device())
             model, optimizer = fully_shard(fresh, OWN[name](fresh.parameters()), fsdp_unit_modules=[nn.Linear])
-            load_from(folder, model, optimizer)
+            load_from(tmp_path, model, optimizer)
         for each, update in ((reference, plain), (model, optimizer)):
             each(x, step > 1).backward()
             update.step()
             update.zero_grad()
     assert_same_weights(model, reference)
-
-
-@pytest.mark.parametrize("before", [0, 1])
-@pytest.mark.parametrize("name", OWN)
-def test_optimizers_of_ones_own_resume_before_they_have_all_of_their_state(
-    ranks: RankPool, tmp_path: object, name: str, before: int
-) -> None:
-    ranks.run(3, _resume_early, name, before, str(tmp_path))

@@ -21,7 +21,7 @@ from tests.models import (
     loss_of,
     main_weights,
 )
-from tests.ranks import DEVICE, RankPool, on_ranks
+from tests.ranks import DEVICE, on_ranks
 from tests.tensor_bytes import TensorBytes, build, call_counted
 
 
@@ -37,7 +37,13 @@ def _reset_like_the_engine(model: nn.Module) -> None:
                 module.reset_parameters()
 
 
-def _build(strategy: str, meta_optimizer: bool) -> None:
+@on_ranks("world_size")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("meta_optimizer", [True, False], ids=["optimizer_before", "optimizer_after"])
+def test_values_are_those_of_the_modules_own_initialization(
+    strategy: str, world_size: int, meta_optimizer: bool
+) -> None:
     with torch.device("meta"):
         model = TinyModel()
     assert all(p.is_meta for p in model.parameters())
@@ -69,15 +75,6 @@ def _build(strategy: str, meta_optimizer: bool) -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert_same_weights(sharded, reference)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("meta_optimizer", [True, False], ids=["optimizer_before", "optimizer_after"])
-def test_values_are_those_of_the_modules_own_initialization(
-    ranks: RankPool, strategy: str, world_size: int, meta_optimizer: bool
-) -> None:
-    ranks.run(world_size, _build, strategy, meta_optimizer)
 
 
 class Big(nn.Module):

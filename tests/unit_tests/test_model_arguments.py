@@ -127,7 +127,8 @@ class ReadsDecoupled(torch.optim.SGD):
 register_optimizer(ReadsDecoupled, "element")
 
 
-def _decoupled() -> None:
+@on_ranks(2)
+def test_decoupled_gradients() -> None:
     torch.manual_seed(1)
     model = TinyModel().to(device())
     reference = copy.deepcopy(model)
@@ -149,10 +150,6 @@ def _decoupled() -> None:
         torch.testing.assert_close(weights[name], parameter.detach().cpu())
     sharded.zero_grad()
     assert all(entry.main.decoupled_grad is None for entry in sharded.engine.params())
-
-
-def test_decoupled_gradients(ranks: RankPool) -> None:
-    ranks.run(2, _decoupled)
 
 
 class _Scaled(Block):

@@ -163,7 +163,10 @@ REFUSED: dict[str, tuple[Make, str]] = {
 }
 
 
-def _unsupported(name: str) -> None:
+@on_ranks("world_size")
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_unsupported_optimizers_raise(world_size: int, name: str) -> None:
     make, message = REFUSED[name]
     model = TinyModel()
     optimizer = make(model.parameters())
@@ -177,12 +180,6 @@ def _unsupported(name: str) -> None:
         fully_shard_optimizer(optimizer)
     with pytest.raises(NotImplementedError, match=message):
         fully_shard_optimizer(make(sharded.parameters()))
-
-
-@pytest.mark.parametrize("name", REFUSED)
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_unsupported_optimizers_raise(ranks: RankPool, world_size: int, name: str) -> None:
-    ranks.run(world_size, _unsupported, name)
 
 
 @on_ranks(2)

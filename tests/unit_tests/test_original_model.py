@@ -309,14 +309,11 @@ def test_quantized_tensors_of_transformer_engine_are_recognized() -> None:
         _ = mixed_precision.fp8_quantize
 
 
-def _without_its_group(store: str) -> None:
+@on_ranks(2)
+def test_model_outlives_its_process_group(tmp_path: Path) -> None:
     model = fully_shard_model(TinyModel().to(device()), fsdp_unit_modules=[Block])
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=rank, world_size=size)
     with pytest.raises(RuntimeError, match="process group of a sharded model does not exist any more"):
         loss_of(model, batches(1, 1)[0, 0])
-
-
-def test_model_outlives_its_process_group(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(2, _without_its_group, str(tmp_path / "store"))

@@ -1,8 +1,10 @@
 """Communication overlaps with compute: unshards are prefetched, and reductions run while backward continues."""
 
 import dataclasses
+import os
 import threading
 import time
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -44,13 +46,10 @@ def _step_time(overlap: bool) -> float:
     )
     tokens = batches(1, 1)[0, 0]
     loss_of(model, tokens).backward()
-    CpuStream.run = slow  # type: ignore[method-assign]
-    try:
+    with patch.object(CpuStream, "run", slow):
         start = time.perf_counter()
         loss_of(model, tokens).backward()
         return time.perf_counter() - start
-    finally:
-        CpuStream.run = run  # type: ignore[method-assign]
 
 
 def test_communication_hides_behind_compute(ranks: RankPool) -> None:
@@ -105,8 +104,7 @@ def _waits_of_a_step(settings: dict[str, bool]) -> list[bool]:
         issue(self, unit)
         found.append(not any(group.gradients.handles for group in unit.groups))
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Schedule, "_issue_reduction", issued)
+    with patch.object(Schedule, "_issue_reduction", issued):
         loss_of(model, batches(1, 1)[0, 0]).backward()
     return found
 
@@ -118,14 +116,11 @@ OFF = ("overlap_param_gather", "overlap_grad_reduce", "fsdp_double_buffer", "ncc
 @pytest.mark.parametrize("by_variable", [False, True], ids=["argument", "variable"])
 def test_one_switch_turns_everything_asynchronous_off(by_variable: bool) -> None:
     settings = {} if by_variable else {"synchronous": True}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(SYNCHRONOUS, "1" if by_variable else "0")
-        patch.setattr(torch.cuda, "is_available", lambda: True)  # registration and graphs need it
-        config = FSDPConfig(nccl_ub=True, cuda_graph_mode=True, fsdp_manual_registration=True, **settings)
+    with patch.dict(os.environ, {SYNCHRONOUS: "1" if by_variable else "0"}):
+        with patch.object(torch.cuda, "is_available", lambda: True):  # registration and graphs need it
+            config = FSDPConfig(nccl_ub=True, cuda_graph_mode=True, fsdp_manual_registration=True, **settings)
         assert config.synchronous and dataclasses.replace(config, nccl_ub=True) == config
         assert not any(getattr(config, name) for name in vars(config) if name in OFF)
-        patch.undo()
-        patch.setenv(SYNCHRONOUS, "1" if by_variable else "0")
         assert _what_runs_beside_block(2, **settings) == (set(), set())
         waits = _waits_of_a_step(settings)
     assert waits and all(waits)
@@ -145,12 +140,9 @@ def _backward_does_not_wait_for_reductions() -> bool:
             passed.append(gate.wait(10))
         return original(self, *args)
 
-    Reduction.over_inner = held  # type: ignore[method-assign]
     model.module.blocks[1].norm.register_full_backward_hook(lambda *_: gate.set())
-    try:
+    with patch.object(Reduction, "over_inner", held):
         loss_of(model, tokens).backward()
-    finally:
-        Reduction.over_inner = original  # type: ignore[method-assign]
     return passed == [True]
 
 

@@ -1,7 +1,6 @@
 """Quantized compute weights of every format: sharded training equals unsharded training, bit by bit."""
 
 import functools
-import gc
 import weakref
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron.fsdp.state.consistency import inconsistent_weights
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 from tests.exchanges import seen
-from tests.models import DEVICE, STRATEGIES, Block, TinyModel, batches, load_from, loss_of, save_to
+from tests.models import DEVICE, STRATEGIES, Block, TinyModel, batches, load_from, loss_of, save_to, without_collector
 from tests.quantized_models import (
     ALL_FORMATS,
     KINDS,
@@ -274,13 +273,9 @@ def test_what_is_left_between_steps(kind: str) -> None:
                     assert stored.nbytes() == 0 or not group.weights.temporary
     weights = [group.weights for group in model.engine.groups]
     left = [weakref.ref(each) for of in weights for each in (of.main, of.planes[0].shard)]
-    gc.collect()
-    gc.disable()
-    try:
+    with without_collector():
         del model, optimizer, unit, group, param, stored, down, weights
         assert not any(reference() is not None for reference in left)
-    finally:
-        gc.enable()
 
 
 @on_ranks(2)
@@ -371,18 +366,15 @@ def test_resumes_exactly_on_other_numbers_of_ranks(ranks: RankPool, format: str,
         assert [losses[0] for losses in found] == [expected[0]] * 3
 
 
-def _codes(folder: str) -> None:
+@on_ranks(1)
+def test_codes_are_not_loaded_as_values(tmp_path: Path) -> None:
     model = sharded_model("optim_grads_params", quantized_model())[0]
     name, before = "module.head.weight", model.state_dict()["module.head.weight"].clone()
     whole = {key: value.full_tensor() for key, value in model.state_dict().items()}
     for dtype in (torch.uint8, torch.float8_e4m3fn):
         with pytest.raises(ValueError, match=rf"{name}: expected values of torch.float32 .* got {dtype}"):
             model.load_state_dict({**whole, name: whole[name].to(dtype)})
-    dcp.save({name: whole[name].to(torch.uint8)}, storage_writer=Writer(folder))
+    dcp.save({name: whole[name].to(torch.uint8)}, storage_writer=Writer(tmp_path))
     with pytest.raises(CheckpointException, match=rf"{name}: expected values of torch.float32 .* got torch.uint8"):
-        load({name: model.state_dict()[name]}, folder)
+        load({name: model.state_dict()[name]}, tmp_path)
     assert torch.equal(local_shard(model.state_dict()[name]), local_shard(before))
-
-
-def test_codes_are_not_loaded_as_values(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(1, _codes, str(tmp_path))

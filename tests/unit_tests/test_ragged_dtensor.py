@@ -365,11 +365,8 @@ def test_the_size_of_a_placement_depends_on_the_shards_of_its_parameter() -> Non
 def test_gathering_a_plain_dtensor_needs_no_reduction() -> None:
     mesh = init_device_mesh(device().type, (3, 1), mesh_dim_names=("data", "other"))
     whole = torch.arange(14.0, device=device()).view(7, 2)
-    reduce, dist.all_reduce = dist.all_reduce, None  # type: ignore[assignment]
-    try:
+    with patch.object(dist, "all_reduce", None):
         for lengths in ((3, 3, 1), (0, 5, 2)):
             local = whole.split(lengths)[dist.get_rank()]
             foreign = DTensor.from_local(local, mesh, [Shard(0), Replicate()], shape=whole.shape, stride=whole.stride())
             assert torch.equal(gather_full(foreign), whole)
-    finally:
-        dist.all_reduce = reduce

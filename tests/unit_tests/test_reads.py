@@ -58,14 +58,15 @@ def _penalty(parameters: Any, reads: Any = READS) -> Any:
     return sum(READS[name](p) for p in parameters for name in reads)
 
 
-def _gradients(reads: list[str], arguments: dict) -> None:
+@on_ranks(2)
+def test_gradients() -> None:
     torch.manual_seed(0)
     model = TinyModel().to(device())
     reference = copy.deepcopy(model)
-    sharded, _ = fully_shard(model, sgd(model.parameters()), **arguments)
+    sharded, _ = fully_shard(model, sgd(model.parameters()), fsdp_unit_modules=[Block])
     # Ranks weight the penalty differently.
     weight = 1.0 + dist.get_rank()
-    for name in reads:
+    for name in READS:
         sharded.zero_grad()
         value = weight * _penalty(sharded.parameters(), [name])
         expected = weight * _penalty(reference.parameters(), [name])
@@ -80,10 +81,6 @@ def _gradients(reads: list[str], arguments: dict) -> None:
             torch.testing.assert_close(
                 found, grad / dist.get_world_size(), rtol=1e-4, atol=1e-5, msg=lambda m, n=name: n + m
             )
-
-
-def test_gradients(ranks: RankPool) -> None:
-    ranks.run(2, _gradients, list(READS), {"fsdp_unit_modules": [Block]})
 
 
 def _average(model: nn.Module, divisor: int) -> None:

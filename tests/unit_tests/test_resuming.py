@@ -121,27 +121,24 @@ def test_resumes_after_a_look_at_state(ranks: RankPool, tmp_path: Path) -> None:
         assert ranks.run(2, _resume, folder, "optim_grads_params", "AdamW", by_torch, True) == expected
 
 
-def _other_options(folder: str) -> None:
+@on_ranks(2)
+def test_saved_options_that_need_other_state(tmp_path: Path) -> None:
     for name, saved, loading in [
         ("max_exp_avg_sq", lambda p: torch.optim.AdamW(p, amsgrad=True), adamw),
         ("grad_avg", lambda p: torch.optim.RMSprop(p, centered=True), torch.optim.RMSprop),
     ]:
         model, optimizer = _model("optim_grads_params", saved, seed=3)
         _train(model, optimizer, 0, 1)
-        dcp.save({"optimizer": optimizer.state_dict()}, checkpoint_id=f"{folder}/{name}")
+        dcp.save({"optimizer": optimizer.state_dict()}, checkpoint_id=f"{tmp_path}/{name}")
         model, optimizer = _model("optim_grads_params", loading, seed=3)
         state = {"optimizer": optimizer.state_dict()}
-        dcp.load(state, checkpoint_id=f"{folder}/{name}")
+        dcp.load(state, checkpoint_id=f"{tmp_path}/{name}")
         optimizer.load_state_dict(state["optimizer"])
         with pytest.raises(ValueError, match=f"the loaded options need {name}"):
             _train(model, optimizer, 1, 2)
         for options in optimizer.param_groups:
             options |= {key: False for key in ("amsgrad", "centered") if key in options}
         _train(model, optimizer, 1, 2)
-
-
-def test_saved_options_that_need_other_state(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(2, _other_options, str(tmp_path))
 
 
 class ScheduleFree(torch.optim.Optimizer):
@@ -162,23 +159,20 @@ class ScheduleFree(torch.optim.Optimizer):
                 p.lerp_(self.state[p]["z"], 0.5)
 
 
-def _in_eval_mode(folder: str) -> None:
+@on_ranks(2)
+def test_state_of_an_optimizer_outside_of_its_train_mode(tmp_path: Path) -> None:
     register_optimizer(ScheduleFree, "element")
     model, optimizer = _model("optim_grads_params", ScheduleFree, seed=3)
     optimizer.param_groups[0]["train_mode"] = True
     _train(model, optimizer, 0, 1)
     saved = {"optimizer": optimizer.state_dict()}
-    dcp.save(saved, checkpoint_id=folder)
+    dcp.save(saved, checkpoint_id=tmp_path)
     model, optimizer = _model("optim_grads_params", ScheduleFree, seed=3)
     state = {"optimizer": optimizer.state_dict()}
-    dcp.load(state, checkpoint_id=folder)
+    dcp.load(state, checkpoint_id=tmp_path)
     optimizer.load_state_dict(state["optimizer"])
     for mine, theirs in zip(optimizer.state.values(), saved["optimizer"]["state"].values(), strict=True):
         assert torch.equal(mine["z"].to_local(), theirs["z"].to_local())
-
-
-def test_state_of_an_optimizer_outside_of_its_train_mode(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(2, _in_eval_mode, str(tmp_path))
 
 
 DELICATE: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -213,11 +207,15 @@ def test_reading_state_changes_nothing(name: str, how: str) -> None:
     assert runs[0] == runs[1]
 
 
-def _files_of_ranks(kind: str, folder: str, weights_only: bool) -> None:
+@on_ranks(4)
+@pytest.mark.every_strategy  # replicated weights are plain DTensors, which PyTorch pickles differently
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_files_of_ranks(tmp_path: Path, kind: str, weights_only: bool) -> None:
     """Every rank saves its state with torch.save, and a new model resumes from it."""
     model, optimizer = _model(kind, adamw, seed=3)
     _train(model, optimizer, 0, 2)
-    file = f"{folder}/{dist.get_rank()}.pt"
+    file = f"{tmp_path}/{dist.get_rank()}.pt"
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
     expected = _train(model, optimizer, 2, 4)
     fresh, fresh_optimizer = _model(kind, adamw, seed=4)
@@ -225,13 +223,6 @@ def _files_of_ranks(kind: str, folder: str, weights_only: bool) -> None:
     fresh.load_state_dict(state["model"])
     fresh_optimizer.load_state_dict(state["optimizer"])
     assert _train(fresh, fresh_optimizer, 2, 4) == expected
-
-
-@pytest.mark.every_strategy  # replicated weights are plain DTensors, which PyTorch pickles differently
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("weights_only", [False, True])
-def test_files_of_ranks(ranks: RankPool, tmp_path: Path, kind: str, weights_only: bool) -> None:
-    ranks.run(4, _files_of_ranks, kind, str(tmp_path), weights_only)
 
 
 @on_ranks(2)

@@ -380,15 +380,12 @@ def test_recurrent_layers_that_move_their_weights() -> None:
         same(train, Recurrent, list(SETTINGS))
 
 
-def _recurrent(units: Any) -> None:
-    for name in SETTINGS:
-        SETTINGS[name].setdefault("fsdp_unit_modules", units)
-    same(train, Recurrent, list(SETTINGS))
-
-
+@on_ranks(2)
 @pytest.mark.parametrize("units", ["Block", "LSTM"])
-def test_modules_that_keep_their_parameters_in_a_list(ranks: RankPool, units: str) -> None:
-    ranks.run(2, _recurrent, [units])
+def test_modules_that_keep_their_parameters_in_a_list(units: str) -> None:
+    for name in SETTINGS:
+        SETTINGS[name].setdefault("fsdp_unit_modules", [units])
+    same(train, Recurrent, list(SETTINGS))
 
 
 def _keep_a_weight(view: bool) -> None:
@@ -551,13 +548,10 @@ def test_the_first_step_may_have_a_closure() -> None:
     assert not torch.equal(before, model.head.weight.full_tensor())
 
 
-def _save_empty(folder: str) -> None:
+@on_ranks(2)
+def test_a_parameter_without_elements_is_saved(tmp_path: Path) -> None:
     model = Model()
     model.empty = nn.Parameter(torch.ones(0, 3))
     state = fully_shard_model(model.to(device()), fsdp_unit_modules=[Block]).state_dict()
-    dcp.save(state, checkpoint_id=folder)
-    dcp.load(state, checkpoint_id=folder)
-
-
-def test_a_parameter_without_elements_is_saved(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(2, _save_empty, str(tmp_path))
+    dcp.save(state, checkpoint_id=tmp_path)
+    dcp.load(state, checkpoint_id=tmp_path)

@@ -17,7 +17,6 @@ from megatron.fsdp.buffers.flat_buffer import storage_id
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard_model
 from tests.models import TinyModel, batches, device, load_from, loss_of, save_to
 from tests.quantized_models import Reference, arguments, float8, quantized_model, sharded_model, train
-from tests.ranks import RankPool
 
 pytest.importorskip("torchao")
 
@@ -43,7 +42,9 @@ def _values() -> list[torch.Tensor]:
     return values
 
 
-def _quantizes(kind: str, dtype: torch.dtype) -> None:
+@on_ranks(3)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_shards_are_quantized_like_the_whole(dtype: torch.dtype) -> None:
     model = nn.Module()
     for i, value in enumerate(_values()):
         layer = nn.Linear(value.shape[1], value.shape[0], bias=False)
@@ -55,16 +56,11 @@ def _quantizes(kind: str, dtype: torch.dtype) -> None:
     ]
     float8(model)
     model.forward = lambda: [p.detach().clone() for p in model.parameters()]
-    found = fully_shard_model(model, fsdp_unit_modules=[], **arguments(kind))()
+    found = fully_shard_model(model, fsdp_unit_modules=[], **arguments("optim_grads_params"))()
     for whole, sharded in zip(expected, found, strict=True):
         assert torch.equal(whole._scale, sharded._scale) and whole._scale.shape == sharded._scale.shape
         assert torch.equal(whole._data.view(torch.uint8), sharded._data.view(torch.uint8)), whole.shape
         assert whole.dtype == sharded.dtype == dtype
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_shards_are_quantized_like_the_whole(ranks: RankPool, dtype: torch.dtype) -> None:
-    ranks.run(3, _quantizes, "optim_grads_params", dtype)
 
 
 # Training ---------------------------------------------------------------------------------------------------------
@@ -133,27 +129,24 @@ def _whole(model: MegatronFSDP) -> dict[str, torch.Tensor]:
     return {name: value.full_tensor() for name, value in model.state_dict().items()}
 
 
-def _through_plain(folder: str) -> None:
+@on_ranks(2)
+def test_checkpoints_of_plain_models(tmp_path: Path) -> None:
     """A checkpoint of a model in bf16 loads into one with float8 weights and back; float32 values stay the same."""
     torch.manual_seed(3)
     plain = sharded_model("optim_grads_params", TinyModel().bfloat16())
     train(*plain, batches(2, dist.get_world_size()))
     expected = _whole(plain[0])
-    save_to(f"{folder}/plain", *plain)
+    save_to(f"{tmp_path}/plain", *plain)
     converted = sharded_model("optim_grads_params", quantized_model("torchao", torch.bfloat16))
-    load_from(f"{folder}/plain", *converted)
+    load_from(f"{tmp_path}/plain", *converted)
     loss_of(converted[0], batches(1, 1)[0, 0])
-    save_to(f"{folder}/float8", *converted)
+    save_to(f"{tmp_path}/float8", *converted)
     torch.manual_seed(4)
     again = sharded_model("optim_grads_params", TinyModel().bfloat16())
-    load_from(f"{folder}/float8", *again)
+    load_from(f"{tmp_path}/float8", *again)
     for found in (_whole(converted[0]), _whole(again[0])):
         assert found.keys() == expected.keys()
         assert all(torch.equal(value, found[name]) and value.dtype == torch.float32 for name, value in expected.items())
-
-
-def test_checkpoints_of_plain_models(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(2, _through_plain, str(tmp_path))
 
 
 # Other input ------------------------------------------------------------------------------------------------------

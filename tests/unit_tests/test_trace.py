@@ -1,6 +1,5 @@
 """The trace tool: the timeline is complete, times add up, and a recording has no side effects."""
 
-import gc
 import json
 import time
 import weakref
@@ -22,7 +21,7 @@ from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model
 from scripts import draw_trace
 from tests.exchanges import wrapped
 from tests.launch import ROOT
-from tests.models import Block, TinyModel, adamw, batches, device, loss_of, shard_in_place
+from tests.models import Block, TinyModel, adamw, batches, device, loss_of, shard_in_place, without_collector
 from tests.ranks import DEVICE, RankPool, on_ranks
 
 BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
@@ -322,17 +321,13 @@ def test_an_exception_ends_the_recording(ranks: RankPool) -> None:
 def test_a_recording_does_not_keep_the_model() -> None:
     run = _Run()
     run.step()
-    gc.collect()
-    gc.disable()
-    try:
+    with without_collector():
         with trace_step(run.model, all_ranks=False) as timeline:
             run.step()
         model = weakref.ref(run.model)
         del run
         assert model() is None
         assert timeline.ranks
-    finally:
-        gc.enable()
 
 
 @on_ranks(1)

@@ -140,7 +140,10 @@ def test_trains_as_unsharded_on_two_axes(ranks: RankPool, interface: str) -> Non
     ranks.run(4, _train, interface, {"hybrid": True})
 
 
-def _checkpoints(interface: str, with_names: bool, folder: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("with_names", [True, False])
+@pytest.mark.parametrize("interface", ["own", "fsdp2"])
+def test_checkpoints(tmp_path: Path, interface: str, with_names: bool) -> None:
     saved, loaded = _Pair(interface), _Pair(interface)
     saved.step(batches(1, 2)[0])
     for name in IGNORED:  # a checkpoint has one tensor, that of any rank
@@ -152,12 +155,12 @@ def _checkpoints(interface: str, with_names: bool, folder: str) -> None:
         model_state, optimizer_state = get_state_dict(pair.model, pair.optimizers[0])
         states.append({"model_state_dict": model_state, "optim_state_dict": optimizer_state})
     if with_names:
-        dcp.save(states[0], checkpoint_id=folder)
-        dcp.load(states[1], checkpoint_id=folder)
+        dcp.save(states[0], checkpoint_id=tmp_path)
+        dcp.load(states[1], checkpoint_id=tmp_path)
         set_state_dict(loaded.model, loaded.optimizers[0], **states[1])
     else:
-        save_to(folder, saved.sharded, saved.optimizers[0])
-        load_from(folder, loaded.sharded, loaded.optimizers[0])
+        save_to(tmp_path, saved.sharded, saved.optimizers[0])
+        load_from(tmp_path, loaded.sharded, loaded.optimizers[0])
     for pair in (saved, loaded):
         loss_of(pair.sharded, batches(1, 2, seed=2)[0, dist.get_rank()]).backward()
         pair.optimizers[0].step()
@@ -165,21 +168,12 @@ def _checkpoints(interface: str, with_names: bool, folder: str) -> None:
         torch.testing.assert_close(loaded.model.state_dict()[name], value, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("with_names", [True, False])
-@pytest.mark.parametrize("interface", ["own", "fsdp2"])
-def test_checkpoints(ranks: RankPool, tmp_path: Path, interface: str, with_names: bool) -> None:
-    ranks.run(2, _checkpoints, interface, with_names, str(tmp_path))
-
-
-def _files(folder: str) -> None:
+@on_ranks(2)
+def test_files_of_full_weights_have_all_parameters(tmp_path: Path) -> None:
     pair = _Pair("own")
-    save_safetensors(pair.sharded, folder)
-    written = load_file(Path(folder) / "model.safetensors")
+    save_safetensors(pair.sharded, tmp_path)
+    written = load_file(tmp_path / "model.safetensors")
     assert written.keys() == dict(pair.model.named_parameters()).keys()
-
-
-def test_files_of_full_weights_have_all_parameters(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(2, _files, str(tmp_path))
 
 
 @on_ranks(1)

@@ -22,7 +22,7 @@ from megatron.fsdp.checkpoint.matching import Reaction, Strictness
 from megatron.fsdp.checkpoint.newest import newest_complete
 from megatron.fsdp.checkpoint.reader import open_checkpoint
 from megatron.fsdp.checkpoint.safe_pickle import UnsafePickle
-from tests.ranks import RankPool
+from tests.ranks import on_ranks
 from tests.small_checkpoints import Injected
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
@@ -141,19 +141,16 @@ def test_a_tensor_of_tensors_is_not_saved(tmp_path: Path) -> None:
         backend.save({"weight": pair}, tmp_path)
 
 
-def _differing(folder: str) -> None:
+@on_ranks(2)
+def test_of_values_that_differ_the_first_rank_s_are_saved(tmp_path: Path) -> None:
     rank = dist.get_rank()
     names = [f"v{i}" for i in range(6)]
     values = {name: torch.full((1 + i % 3,), float(rank)) for i, name in enumerate(names)}
-    backend.save({**values, "step": rank, f"only.{rank}": rank}, folder)
+    backend.save({**values, "step": rank, f"only.{rank}": rank}, tmp_path)
     into: dict[str, Any] = {**{name: value + 5 for name, value in values.items()}, "step": 7, f"only.{rank}": 7}
-    load(into, folder)
+    load(into, tmp_path)
     assert not any(into[name].any() for name in names)
     assert into["step"] == 0 and into[f"only.{rank}"] == rank
-
-
-def test_of_values_that_differ_the_first_rank_s_are_saved(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(2, _differing, str(tmp_path))
 
 
 def test_plain_torch_reads_it(tmp_path: Path) -> None:

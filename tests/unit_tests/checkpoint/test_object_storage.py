@@ -28,7 +28,7 @@ from megatron.fsdp.checkpoint.storage import as_path, problem_of
 from megatron.fsdp.convert.cli import cli
 from tests.checkpoints import sample
 from tests.object_storage import BUCKET, fake_storage, s3_server
-from tests.ranks import RankPool
+from tests.ranks import on_ranks
 
 pytest.importorskip("fsspec")
 
@@ -172,13 +172,10 @@ def _save_on_ranks(folder: str) -> None:
     assert torch.equal(zeros["weight"].full_tensor(), full)
 
 
-def test_several_ranks(ranks: RankPool, s3: dict[str, str]) -> None:
-    ranks.run(2, _with_variables, s3, f"{BUCKET}/ranks")
-
-
-def _with_variables(variables: dict[str, str], folder: str) -> None:
-    with patch.dict(os.environ, variables):
-        _save_on_ranks(folder)
+@on_ranks(2)
+def test_several_ranks(s3: dict[str, str]) -> None:
+    with patch.dict(os.environ, s3):
+        _save_on_ranks(f"{BUCKET}/ranks")
 
 
 def test_converter_reads_and_writes(folder: str) -> None:

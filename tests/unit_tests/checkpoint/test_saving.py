@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -62,23 +63,24 @@ def _full_on_one(folder: str, last: bool, way: str) -> tuple[list[str], bool]:
     if way != "a new folder":
         save(divided(1), folder)
     original = backend.ChecksummedFile.write_tensor
-    if dist.get_rank() == 1:
-        # Fail before the other ranks begin, or after they are done.
-        backend.ChecksummedFile.write_tensor = lambda *arguments: (time.sleep(0.5 * last), no_space())
-    elif not last:
-        backend.ChecksummedFile.write_tensor = lambda *arguments: (time.sleep(0.1), original(*arguments))[1]
+
+    def write_tensor(*arguments: Any) -> Any:
+        if dist.get_rank() == 1:
+            # Fail before the other ranks begin, or after they are done.
+            time.sleep(0.5 * last)
+            no_space()
+        time.sleep(0.1 * (not last))
+        return original(*arguments)
+
     before = {path.name for path in Path(folder).glob("*")}
     dist.barrier()
-    try:
+    full = patch.object(backend.ChecksummedFile, "write_tensor", write_tensor)
+    with full, pytest.raises(CheckpointException) as caught:
         if way == "Writer alone":
             dcp.save(divided(2), storage_writer=Writer(folder), planner=Planner())
         else:
             save(divided(2), folder)
-        raise AssertionError("a save without space reported no error")
-    except CheckpointException as error:
-        assert dist.get_rank() or f"No space left on device: '{folder}/__1_" in str(error)
-    finally:
-        backend.ChecksummedFile.write_tensor = original
+    assert dist.get_rank() or f"No space left on device: '{folder}/__1_" in str(caught.value)
     dist.barrier()
     left = sorted({path.name for path in Path(folder).glob("*")} - before)
     good = way == "a new folder" or is_whole(folder, 1)

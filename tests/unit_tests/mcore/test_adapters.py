@@ -12,7 +12,7 @@ import tests.megatron_models as mm
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from tests.models import STRATEGIES
-from tests.ranks import RankPool
+from tests.ranks import RankPool, on_ranks
 
 RANK = 4
 
@@ -146,7 +146,8 @@ def _frozen_positions(config: Any) -> torch.nn.Module:
     return model
 
 
-def _engine_settings() -> None:
+@on_ranks(4)
+def test_settings_that_megatron_has_no_flag_for() -> None:
     with mm.megatron():
         expected = mm.train(None, 2, build=_frozen_positions)
         config = mm.transformer_config(finalize_model_grads_func=mm.finalize)
@@ -166,7 +167,3 @@ def _engine_settings() -> None:
             mm.FullyShardedDataParallel(config, mm.ddp_config(), mm.gpt(config), reshard_after_backward=True)
         with pytest.raises(NotImplementedError, match="^replicated_params: Megatron's norm"):
             mm.FullyShardedDataParallel(config, mm.ddp_config(), mm.gpt(config), replicated_params=[left])
-
-
-def test_settings_that_megatron_has_no_flag_for(ranks: RankPool) -> None:
-    ranks.run(4, _engine_settings)

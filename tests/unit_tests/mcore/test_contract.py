@@ -4,6 +4,7 @@ import copy
 import gc
 import inspect
 from collections.abc import Callable
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -150,11 +151,8 @@ def no_sync_can_be_entered_again() -> None:
 
 
 def _without_finalizing(model: torch.nn.Module, data: torch.Tensor) -> None:
-    finalize, model.config.finalize_model_grads_func = model.config.finalize_model_grads_func, None
-    try:
+    with patch.object(model.config, "finalize_model_grads_func", None):
         mm.forward_backward(model, data)
-    finally:
-        model.config.finalize_model_grads_func = finalize
 
 
 def finish_grad_sync_attaches_gradients() -> None:

@@ -18,7 +18,7 @@ from megatron.fsdp.mcore.initialization import build_recorded
 from megatron.fsdp.mcore.options import ROOT_EMBEDDINGS
 from tests.hybrid_models import stack
 from tests.models import STRATEGIES
-from tests.ranks import RankPool, on_ranks
+from tests.ranks import on_ranks
 
 IMAGE, PATCH = 8, 4  # pixels
 
@@ -174,7 +174,7 @@ def test_the_meta_device_changes_nothing() -> None:
 ENDS = {"embedding", "output_layer"}
 
 
-def _trained_with_ends(folder: str, in_root: bool) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def _trained_with_ends(folder: Path, in_root: bool) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Train a step, load a checkpoint if there is one, else save it, and train a step. Returns the weights of both."""
     config, ddp_config = mm.transformer_config(), mm.ddp_config()
     setattr(ddp_config, ROOT_EMBEDDINGS, in_root)
@@ -195,11 +195,13 @@ def _trained_with_ends(folder: str, in_root: bool) -> tuple[dict[str, torch.Tens
     return loaded, mm.weights_of(model)
 
 
-def _with_ends_as_units(folder: str) -> None:
+@on_ranks(2)
+def test_embedding_and_output_layer_are_units(tmp_path: Path) -> None:
+    """A checkpoint of a model whose root unit had them loads with the same bits."""
     with mm.megatron():
-        expected = _trained_with_ends(folder, in_root=True)
+        expected = _trained_with_ends(tmp_path, in_root=True)
         dist.barrier()
-        found = _trained_with_ends(folder, in_root=False)
+        found = _trained_with_ends(tmp_path, in_root=False)
         for name, weight in expected[0].items():
             assert torch.equal(found[0][name], weight), name
             # Shards are others, so that the norm that clips is a sum in a different order.
@@ -209,8 +211,3 @@ def _with_ends_as_units(folder: str) -> None:
         detached = untied(config := mm.transformer_config())
         config.mtp_detach_heads = True
         assert detached.output_layer not in units_of(detached) and detached.embedding in units_of(detached)
-
-
-def test_embedding_and_output_layer_are_units(ranks: RankPool, tmp_path: Path) -> None:
-    """A checkpoint of a model whose root unit had them loads with the same bits."""
-    ranks.run(2, _with_ends_as_units, str(tmp_path))

@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from tests.megatron_models import FullyShardedDataParallel
 from tests.nccl_recorder import Event, Recorder, assert_alike
-from tests.ranks import RankPool
+from tests.ranks import RankPool, on_ranks
 
 STRATEGIES = ("optim", "optim_grads", "optim_grads_params")
 SETTINGS = {
@@ -112,14 +112,7 @@ def _train(
     return [*found.losses, *found.norms]
 
 
-def _trains_as_ddp(strategies: tuple[str, ...], micro_batches: int, delay: bool, changes: dict[str, Any]) -> None:
-    with mm.megatron(expert_model_parallel_size=2), _delaying_weight_gradients():
-        expected = _train(None, overlap=False, micro_batches=micro_batches, **changes)
-        for strategy in strategies:
-            found = _train(strategy, delay=delay, micro_batches=micro_batches, **changes)
-            assert found == pytest.approx(expected, rel=1e-6), strategy
-
-
+@on_ranks("ranks_used")
 @pytest.mark.parametrize(
     ("ranks_used", "micro_batches", "delay", "changes"),
     [
@@ -131,10 +124,12 @@ def _trains_as_ddp(strategies: tuple[str, ...], micro_batches: int, delay: bool,
         pytest.param(4, 3, True, {"calculate_per_token_loss": True}, marks=pytest.mark.slow),
     ],
 )
-def test_trains_as_with_ddp(
-    ranks: RankPool, ranks_used: int, micro_batches: int, delay: bool, changes: dict[str, Any]
-) -> None:
-    ranks.run(ranks_used, _trains_as_ddp, STRATEGIES, micro_batches, delay, changes)
+def test_trains_as_with_ddp(ranks_used: int, micro_batches: int, delay: bool, changes: dict[str, Any]) -> None:
+    with mm.megatron(expert_model_parallel_size=2), _delaying_weight_gradients():
+        expected = _train(None, overlap=False, micro_batches=micro_batches, **changes)
+        for strategy in STRATEGIES:
+            found = _train(strategy, delay=delay, micro_batches=micro_batches, **changes)
+            assert found == pytest.approx(expected, rel=1e-6), strategy
 
 
 def _layers(count: int) -> dict[str, Any]:

@@ -202,14 +202,7 @@ def test_settings(ranks: RankPool, strategy: str, case: str) -> None:
     ranks.run(1, _train, 2, optimizer, use_no_sync, False, settings)
 
 
-def _find(value: str, what: str) -> None:
-    strategy, case = next(each for each in SELECTED if each[0] == "optim_grads_params" and value in each[1].split(", "))
-    optimizer, use_no_sync, settings = _settings_of(strategy, case)
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(AssertionError, match="races"):
-        FAULTS[what].plant(patch)
-        _train(2, optimizer, use_no_sync, False, settings)
-
-
+@on_ranks(1)
 @pytest.mark.every_strategy
 @pytest.mark.parametrize(
     ("value", "what"),
@@ -218,8 +211,12 @@ def _find(value: str, what: str) -> None:
         ("side stream", "tasks wait for the default stream"),
     ],
 )
-def test_a_fault_is_found_in_the_case_of_a_value(ranks: RankPool, value: str, what: str) -> None:
-    ranks.run(1, _find, value, what)
+def test_a_fault_is_found_in_the_case_of_a_value(value: str, what: str) -> None:
+    strategy, case = next(each for each in SELECTED if each[0] == "optim_grads_params" and value in each[1].split(", "))
+    optimizer, use_no_sync, settings = _settings_of(strategy, case)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(AssertionError, match="races"):
+        FAULTS[what].plant(patch)
+        _train(2, optimizer, use_no_sync, False, settings)
 
 
 def _streams_of_axes(outer: str) -> dict[tuple[str, int], set[int]]:

@@ -58,21 +58,18 @@ def _backward(
         mm.forward_backward(model, data, losses)
 
 
-def _train(settings: dict[str, Any]) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("bf16", [True, False])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_strategies(strategy: str, bf16: bool) -> None:
     with _megatron() as (sim, mm):
-        model, optimizer = _built(mm, **settings)
+        model, optimizer = _built(mm, strategy=strategy, bf16=bf16)
         losses = _losses(mm)
         for step in range(3):
             _backward(sim, mm, model, optimizer, losses, step)
             optimizer.step()
         assert not sim.races, "\n".join(map(str, sim.races[:3]))
         assert len(sim.timeline.streams) > 1
-
-
-@pytest.mark.parametrize("bf16", [True, False])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_strategies(ranks: RankPool, strategy: str, bf16: bool) -> None:
-    ranks.run(2, _train, {"strategy": strategy, "bf16": bf16})
 
 
 @on_ranks(2)

@@ -248,34 +248,13 @@ STEPS = [
 ]
 
 
-def _run(what: str, settings: dict[str, Any]) -> None:
+@on_ranks(1)
+@pytest.mark.parametrize(("what", "settings"), STEPS)
+def test_steps(what: str, settings: str) -> None:
     with fake_ranks(4), simulated_device(5.0) as sim:
-        model, optimizer = sharded(Model, **settings)
+        model, optimizer = sharded(Model, **SETTINGS[settings])
         for tokens in batches(3, 1).to(DEVICE).flatten(0, 1):
             IN_EACH_STEP[what](model, optimizer, tokens)
-        assert_clean(sim)
-
-
-@pytest.mark.parametrize(("what", "settings"), STEPS)
-def test_steps(ranks: RankPool, what: str, settings: str) -> None:
-    ranks.run(1, _run, what, SETTINGS[settings])
-
-
-def _exchange_matrices(settings: dict[str, Any]) -> None:
-    """Matrices are exchanged in several rounds, whose buffers are free memory afterwards."""
-    with fake_ranks(4), simulated_device(5.0) as sim, patch.object(matrix_exchange, "ROUND", 1):
-        model, optimizer = sharded(Model, **settings)
-        mains = [param.main for param in model.engine.params() if len(param.local_shape) == 2]
-        sums = {main: torch.zeros_like(local_shard(main)) for main in mains}
-        matrices = FullMatrices(mains, lambda main: float(main.numel()))
-        for tokens in batches(3, 1).to(DEVICE).flatten(0, 1):
-            _step(model, optimizer, tokens)
-            matrices.map(
-                lambda main, share: share.copy_(local_shard(main).view(-1)),
-                lambda main, matrix: matrix @ matrix.mT @ matrix,
-                lambda main, share: sums[main].view(-1).add_(share.to(main.device)),
-            )
-            _use_memory()
         assert_clean(sim)
 
 
@@ -296,9 +275,24 @@ def test_full_matrices_whose_computation_fails() -> None:
         assert_clean(sim)
 
 
+@on_ranks(1)
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_full_matrices(ranks: RankPool, settings: str) -> None:
-    ranks.run(1, _exchange_matrices, SETTINGS[settings])
+def test_full_matrices(settings: str) -> None:
+    """Matrices are exchanged in several rounds, whose buffers are free memory afterwards."""
+    with fake_ranks(4), simulated_device(5.0) as sim, patch.object(matrix_exchange, "ROUND", 1):
+        model, optimizer = sharded(Model, **SETTINGS[settings])
+        mains = [param.main for param in model.engine.params() if len(param.local_shape) == 2]
+        sums = {main: torch.zeros_like(local_shard(main)) for main in mains}
+        matrices = FullMatrices(mains, lambda main: float(main.numel()))
+        for tokens in batches(3, 1).to(DEVICE).flatten(0, 1):
+            _step(model, optimizer, tokens)
+            matrices.map(
+                lambda main, share: share.copy_(local_shard(main).view(-1)),
+                lambda main, matrix: matrix @ matrix.mT @ matrix,
+                lambda main, share: sums[main].view(-1).add_(share.to(main.device)),
+            )
+            _use_memory()
+        assert_clean(sim)
 
 
 # Several models and optimizers, and the end of one -----------------------------------------------------------------
@@ -354,9 +348,12 @@ def _start_reductions(model: nn.Module, tokens: torch.Tensor) -> None:
 IN_FLIGHT = {"unshards": _start_unshards, "reductions": _start_reductions}
 
 
-def _delete(what: str, settings: dict[str, Any]) -> None:
+@on_ranks(1)
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("what", IN_FLIGHT)
+def test_a_model_is_deleted_while_tasks_are_in_flight(what: str, settings: str) -> None:
     with fake_ranks(4), simulated_device(5.0) as sim:
-        model, optimizer = sharded(Model, **settings)
+        model, optimizer = sharded(Model, **SETTINGS[settings])
         tokens = batches(1, 1).to(DEVICE)[0, 0]
         _step(model, optimizer, tokens)
         IN_FLIGHT[what](model, tokens)
@@ -368,16 +365,12 @@ def _delete(what: str, settings: dict[str, Any]) -> None:
         assert_clean(sim)
 
 
+@on_ranks(1)
 @pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("what", IN_FLIGHT)
-def test_a_model_is_deleted_while_tasks_are_in_flight(ranks: RankPool, what: str, settings: str) -> None:
-    ranks.run(1, _delete, what, SETTINGS[settings])
-
-
-def _on_two_streams(settings: dict[str, Any]) -> None:
+def test_forwards_on_two_streams(settings: str) -> None:
     """The caller orders each stream after the step, and none after the other."""
     with fake_ranks(4), simulated_device(5.0) as sim:
-        model, optimizer = sharded(**settings)
+        model, optimizer = sharded(**SETTINGS[settings])
         tokens, streams = batches(1, 1).to(DEVICE)[0, 0], [torch.cuda.Stream(), torch.cuda.Stream()]
         for with_gradients in (False, True):
             _step(model, optimizer, tokens)
@@ -389,8 +382,3 @@ def _on_two_streams(settings: dict[str, Any]) -> None:
             for stream in streams:
                 torch.cuda.current_stream().wait_stream(stream)
         assert_clean(sim)
-
-
-@pytest.mark.parametrize("settings", SETTINGS)
-def test_forwards_on_two_streams(ranks: RankPool, settings: str) -> None:
-    ranks.run(1, _on_two_streams, SETTINGS[settings])
