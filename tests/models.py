@@ -140,6 +140,17 @@ def main_weights(model: MegatronFSDP) -> dict[str, torch.Tensor]:
     return {entry.name: whole(entry, entry.main) for entry in model.engine.params()}
 
 
+def train_step(model: Any, optimizer: torch.optim.Optimizer, *micro_batches: torch.Tensor) -> None:
+    """Take a step, before which gradients of micro-batches are accumulated."""
+    *others, last = micro_batches
+    for tokens in others:
+        with model.no_sync():
+            loss_of(model, tokens).backward()
+    loss_of(model, last).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def train_reference(
     model: nn.Module,
     data: torch.Tensor,

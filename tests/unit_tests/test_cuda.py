@@ -12,7 +12,7 @@ from torch import nn
 from megatron.fsdp.comm import streams
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron_fsdp import MegatronFSDP, fully_shard
-from tests.models import FP32_GRADS, STRATEGIES, Block, TinyModel, adamw, batches, loss_of, main_weights
+from tests.models import FP32_GRADS, STRATEGIES, Block, TinyModel, adamw, batches, loss_of, main_weights, train_step
 from tests.ranks import on_ranks
 from tests.unit_tests.test_model_arguments import ReadsDecoupled
 
@@ -75,9 +75,7 @@ def test_allocator_holds_what_the_formulas_say() -> None:
         model, adamw(model.parameters()), fsdp_unit_modules=[Block], mixed_precision_policy=FP32_GRADS
     )
     for _ in range(2):
-        loss_of(sharded, tokens).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(sharded, optimizer, tokens)
     sharded.synchronize_param_gather()
     torch.cuda.synchronize()
     resting = torch.cuda.memory_allocated() - before
@@ -121,9 +119,7 @@ def test_a_full_iteration_is_captured_in_a_graph() -> None:
         graph.replay()
     torch.cuda.synchronize()
     for _ in range(5):
-        loss_of(reference, tokens).backward()
-        reference_optimizer.step()
-        reference_optimizer.zero_grad()
+        train_step(reference, reference_optimizer, tokens)
     weights = main_weights(sharded)
     for name, parameter in reference.named_parameters():
         torch.testing.assert_close(weights[name], parameter.detach().cpu(), rtol=1e-4, atol=1e-5)

@@ -6,17 +6,9 @@ from torch import nn
 
 from megatron.fsdp.buffers.pool import Buffer, FixedPool
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy
-from tests.models import FP32_GRADS, STRATEGIES, Block, batches, device, loss_of, shard
+from tests.models import FP32_GRADS, STRATEGIES, Block, batches, device, shard, train_step
 from tests.ranks import RankPool, on_ranks
 from tests.training_models import Unequal
-
-
-def _step(model: MegatronFSDP, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> None:
-    with model.no_sync():
-        loss_of(model, tokens).backward()
-    loss_of(model, tokens).backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def _allocations(strategy: str, bf16: bool) -> tuple[list[list[Buffer]], bool]:
@@ -28,7 +20,7 @@ def _allocations(strategy: str, bf16: bool) -> tuple[list[list[Buffer]], bool]:
     assert sharded.engine.pool is not None
     made, places = [], []
     for step in batches(steps=6, per_step=1):
-        _step(sharded, optimizer, step[0])
+        train_step(sharded, optimizer, step[0], step[0])
         sharded.synchronize_gradient_reduce()
         made.append(sharded.engine.pool.buffers())
         places.append([group.weights.compute.flat.data_ptr() for group in sharded.engine.groups])

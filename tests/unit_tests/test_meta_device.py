@@ -20,6 +20,7 @@ from tests.models import (
     device,
     loss_of,
     main_weights,
+    train_step,
 )
 from tests.ranks import DEVICE, on_ranks
 from tests.tensor_bytes import TensorBytes, build, call_counted
@@ -71,9 +72,7 @@ def test_values_are_those_of_the_modules_own_initialization(
             (loss_of(reference, tokens) / len(step)).backward()
         reference_optimizer.step()
         reference_optimizer.zero_grad()
-        loss_of(sharded, step[dist.get_rank()]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(sharded, optimizer, step[dist.get_rank()])
     assert_same_weights(sharded, reference)
 
 

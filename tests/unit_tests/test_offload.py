@@ -22,6 +22,7 @@ from tests.models import (
     device,
     loss_of,
     shard,
+    train_step,
 )
 from tests.ranks import on_ranks
 
@@ -83,9 +84,7 @@ def test_the_first_units_are_gathered_during_the_step(strategy: str, gathered: l
     sharded, optimizer = shard(model, strategy, mixed_precision_policy=FP32_GRADS, offload_optimizer=True)
     data = batches(steps=3, per_step=1)
     for tokens in data[:2, 0]:
-        loss_of(sharded, tokens).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(sharded, optimizer, tokens)
     loss_of(sharded, data[2, 0]).backward()
     before = {entry.name: local_shard(entry.main).clone() for entry in sharded.engine.params()}
     events: list[str] = []
@@ -114,9 +113,7 @@ def test_weights_changed_after_the_step_are_what_forward_uses(strategy: str) -> 
     pair = Pair(TinyModel(), zero_dp_strategy=strategy, offload_optimizer=True)
     for tokens in batches(steps=4, per_step=1)[:, 0]:
         for each, each_optimizer in pair.sides:
-            loss_of(each, tokens).backward()
-            each_optimizer.step()
-            each_optimizer.zero_grad()
+            train_step(each, each_optimizer, tokens)
             with torch.no_grad():
                 for parameter in each.parameters():
                     parameter.clamp_(-0.05, 0.05)

@@ -27,6 +27,7 @@ from tests.models import (
     loss_of,
     main_weights,
     save_to,
+    train_step,
 )
 from tests.ranks import RankPool, on_ranks
 
@@ -300,9 +301,7 @@ def _start(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
-    loss_of(model, batches(number + 1, 1)[number, 0]).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    train_step(model, optimizer, batches(number + 1, 1)[number, 0])
 
 
 def _save(name: str, folder: str) -> dict[str, torch.Tensor]:

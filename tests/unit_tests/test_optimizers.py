@@ -23,6 +23,7 @@ from tests.models import (
     loss_of,
     main_weights,
     save_to,
+    train_step,
 )
 from tests.ranks import on_ranks
 
@@ -170,9 +171,7 @@ def test_state_with_numbers_is_loaded_by_torch(tmp_path: Path) -> None:
         for number, tokens in list(enumerate(batches(3, 1)[:, 0]))[2 * loads :]:
             if number == 2 and not loads:
                 save_to(tmp_path, model, optimizer)
-            loss_of(model, tokens).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            train_step(model, optimizer, tokens)
         assert {each["step"] for each in optimizer.state_dict()["state"].values()} == {3}
         runs.append(main_weights(model))
     assert all(torch.equal(runs[1][name], value) for name, value in runs[0].items())
@@ -184,9 +183,7 @@ def test_state_of_the_whole_model_is_sharded_along() -> None:
     model = TinyModel().to(device())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     first, second = batches(2, 1)[:, 0]
-    loss_of(model, first).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    train_step(model, optimizer, first)
     reference = copy.deepcopy(model)
     expected = torch.optim.AdamW(reference.parameters(), lr=1e-2)
     expected.load_state_dict(copy.deepcopy(optimizer.state_dict()))

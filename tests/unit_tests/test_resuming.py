@@ -21,19 +21,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from megatron.fsdp import fsdp2
 from megatron_fsdp import fully_shard, fully_shard_model, register_optimizer
-from tests.models import (
-    OPTIMIZERS,
-    STRATEGIES,
-    Block,
-    TinyModel,
-    adamw,
-    batches,
-    device,
-    loss_of,
-    main_weights,
-    shard_in_place,
-)
+from tests.models import OPTIMIZERS, STRATEGIES, Block, TinyModel, adamw, batches, device, loss_of, main_weights
 from tests.ranks import DEVICE, RankPool, on_ranks
 
 KINDS = (*STRATEGIES, "hsdp", "hybrid", "in place")
@@ -43,7 +33,9 @@ def _model(kind: str, make: Callable[..., torch.optim.Optimizer], seed: int) -> 
     torch.manual_seed(seed)
     model = TinyModel(tied=True).to(device())
     if kind == "in place":
-        return shard_in_place(model), make(model.parameters())
+        for block in model.blocks:
+            fsdp2.fully_shard(block)
+        return fsdp2.fully_shard(model), make(model.parameters())
     more: dict[str, Any] = {"zero_dp_strategy": kind}
     if kind in ("hsdp", "hybrid"):
         mesh = init_device_mesh(DEVICE, (2, dist.get_world_size() // 2), mesh_dim_names=("outer", "inner"))

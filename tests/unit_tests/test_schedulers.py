@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from megatron_fsdp import fully_shard
-from tests.models import Block, Pair, TinyModel, batches, device, loss_of
+from tests.models import Block, Pair, TinyModel, batches, device, train_step
 from tests.ranks import on_ranks
 
 Optimizer = torch.optim.Optimizer
@@ -80,9 +80,7 @@ def test_scheduler_and_optimizer_resume_together() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # that the optimizer's step was not seen, among others
         for tokens in batches(3, 1)[:, 0]:
-            loss_of(sharded, tokens).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            train_step(sharded, optimizer, tokens)
             scheduler.step()
     other = TinyModel().to(device())
     _, other_optimizer = fully_shard(other, SGD(other.parameters()), fsdp_unit_modules=[Block])

@@ -20,6 +20,7 @@ from tests.models import (
     main_weights,
     shard,
     state_of,
+    train_step,
 )
 from tests.ranks import RankPool, on_ranks
 
@@ -34,9 +35,7 @@ def _trained(strategy: str, steps: int) -> tuple[MegatronFSDP, torch.optim.Optim
 
 def _train(model: MegatronFSDP, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
     for tokens in batches(steps=8, per_step=1)[first:last, 0]:
-        loss_of(model, tokens).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(model, optimizer, tokens)
 
 
 def _count_collectives_of_a_state_dict() -> int:

@@ -16,7 +16,7 @@ from megatron.fsdp.optim.full_matrices import FullMatrices
 from megatron.fsdp.state.consistency import inconsistent_weights
 from megatron.fsdp.state.export import save_safetensors
 from megatron_fsdp import fully_shard_model, fully_shard_optimizer, register_forward_method
-from tests.models import Block, TinyModel, batches, loss_of
+from tests.models import Block, TinyModel, batches, loss_of, train_step
 from tests.ranks import DEVICE as REAL_DEVICE
 from tests.ranks import RankPool, on_ranks
 from tests.simulated.device import DEVICE, simulated_device
@@ -59,14 +59,6 @@ class Model(TinyModel):
         return self.head(self.norm(self.embedding(tokens)))
 
 
-def _step(model: nn.Module, optimizer: Optimizer, tokens: torch.Tensor) -> None:
-    with model.no_sync():
-        loss_of(model, tokens).backward()
-    loss_of(model, tokens).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 def _use_memory() -> None:
     """Compute writes to whatever memory of its own is free."""
     # Kept until the end, so that every one is other memory.
@@ -81,7 +73,7 @@ def _full_state(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _evaluate_between_steps(model: nn.Module, optimizer: Optimizer, tokens: torch.Tensor) -> None:
-    _step(model, optimizer, tokens)
+    train_step(model, optimizer, tokens, tokens)
     with torch.no_grad():
         model(tokens)
 
@@ -112,14 +104,14 @@ def _step_twice(model: nn.Module, optimizer: Optimizer, tokens: torch.Tensor) ->
 
 def _load_after_start_param_sync(model: nn.Module, optimizer: Optimizer, tokens: torch.Tensor) -> None:
     state = _full_state(model)
-    _step(model, optimizer, tokens)
+    train_step(model, optimizer, tokens, tokens)
     model.start_param_sync()
     model.load_state_dict(state)
     optimizer.load_state_dict(optimizer.state_dict())
 
 
 def _broadcast_after_start_param_sync(model: nn.Module, optimizer: Optimizer, tokens: torch.Tensor) -> None:
-    _step(model, optimizer, tokens)
+    train_step(model, optimizer, tokens, tokens)
     model.start_param_sync()
     model.broadcast_params()
 
@@ -134,7 +126,7 @@ def _state_between_forward_and_backward(model: nn.Module, optimizer: Optimizer, 
 
 
 def _export_after_start_param_sync(model: nn.Module, optimizer: Optimizer, tokens: torch.Tensor) -> None:
-    _step(model, optimizer, tokens)
+    train_step(model, optimizer, tokens, tokens)
     model.start_param_sync()
     with tempfile.TemporaryDirectory() as folder:
         save_safetensors(model, folder)
@@ -161,14 +153,14 @@ def _clear_while_reducing(model: nn.Module, optimizer: Optimizer, tokens: torch.
         optimizer.zero_grad()
         _use_memory()
     model.set_model_auto_sync(True)
-    _step(model, optimizer, tokens)
+    train_step(model, optimizer, tokens, tokens)
 
 
 def _freeze_and_unfreeze(model: nn.Module, optimizer: Optimizer, tokens: torch.Tensor) -> None:
     for name, parameter in model.named_parameters():
         if "blocks.1" in name or "embedding" in name:
             parameter.requires_grad_(not parameter.requires_grad)
-    _step(model, optimizer, tokens)
+    train_step(model, optimizer, tokens, tokens)
 
 
 def _scale(model: nn.Module, optimizer: Optimizer, tokens: torch.Tensor) -> None:
@@ -180,7 +172,7 @@ def _scale(model: nn.Module, optimizer: Optimizer, tokens: torch.Tensor) -> None
 
 
 def _unshard_by_hand(model: nn.Module, optimizer: Optimizer, tokens: torch.Tensor) -> None:
-    _step(model, optimizer, tokens)
+    train_step(model, optimizer, tokens, tokens)
     model.all_gather_and_wait_parameters_ready(model.parameters(), wait_bucket_ready=False)
     model.all_gather_and_wait_parameters_ready(model.parameters())
     for parameter in model.module.parameters():
@@ -191,12 +183,12 @@ def _unshard_by_hand(model: nn.Module, optimizer: Optimizer, tokens: torch.Tenso
 def _call_another_method(model: nn.Module, optimizer: Optimizer, tokens: torch.Tensor) -> None:
     register_forward_method(model, "look")
     model.look(tokens).float().sum().backward()
-    _step(model, optimizer, tokens)
+    train_step(model, optimizer, tokens, tokens)
 
 
 def _hook_gradients(model: nn.Module, optimizer: Optimizer, tokens: torch.Tensor) -> None:
     handles = [parameter.register_hook(lambda grad: grad * 2.0) for parameter in model.parameters()]
-    _step(model, optimizer, tokens)
+    train_step(model, optimizer, tokens, tokens)
     for handle in handles:
         handle.remove()
 
@@ -212,7 +204,7 @@ def _fail(model: nn.Module, optimizer: Optimizer, tokens: torch.Tensor) -> None:
         hook.remove()
         gc.collect(1)  # what the exception has kept goes before the device has run its kernels
         optimizer.zero_grad()
-    _step(model, optimizer, tokens)
+    train_step(model, optimizer, tokens, tokens)
 
 
 IN_EACH_STEP: dict[str, Callable[[nn.Module, Optimizer, torch.Tensor], None]] = {
@@ -285,7 +277,7 @@ def test_full_matrices(settings: str) -> None:
         sums = {main: torch.zeros_like(local_shard(main)) for main in mains}
         matrices = FullMatrices(mains, lambda main: float(main.numel()))
         for tokens in batches(3, 1).to(DEVICE).flatten(0, 1):
-            _step(model, optimizer, tokens)
+            train_step(model, optimizer, tokens, tokens)
             matrices.map(
                 lambda main, share: share.copy_(local_shard(main).view(-1)),
                 lambda main, matrix: matrix @ matrix.mT @ matrix,
@@ -355,7 +347,7 @@ def test_a_model_is_deleted_while_tasks_are_in_flight(what: str, settings: str) 
     with fake_ranks(4), simulated_device(5.0) as sim:
         model, optimizer = sharded(Model, **SETTINGS[settings])
         tokens = batches(1, 1).to(DEVICE)[0, 0]
-        _step(model, optimizer, tokens)
+        train_step(model, optimizer, tokens, tokens)
         IN_FLIGHT[what](model, tokens)
         before = sim.memory.allocator.active
         del model, optimizer
@@ -373,7 +365,7 @@ def test_forwards_on_two_streams(settings: str) -> None:
         model, optimizer = sharded(**SETTINGS[settings])
         tokens, streams = batches(1, 1).to(DEVICE)[0, 0], [torch.cuda.Stream(), torch.cuda.Stream()]
         for with_gradients in (False, True):
-            _step(model, optimizer, tokens)
+            train_step(model, optimizer, tokens, tokens)
             for stream in streams:
                 stream.wait_stream(torch.cuda.current_stream())
             for stream in streams:

@@ -18,7 +18,7 @@ from megatron.fsdp.optim import hooks
 from megatron.fsdp.runtime.engine import Engine
 from megatron.fsdp.state.full_weights import _Gathering
 from megatron_fsdp import MixedPrecisionPolicy
-from tests.models import batches, loss_of
+from tests.models import batches, loss_of, train_step
 from tests.ranks import DEVICE as REAL_DEVICE
 from tests.ranks import on_ranks
 from tests.simulated.device import DEVICE
@@ -224,9 +224,7 @@ def broadcast_after_start_param_sync() -> None:
     """As in test_more.py, but with replicas: with ZeRO-1 and ZeRO-3 on one axis nothing is broadcast."""
     model, optimizer = sharded(**ZERO_3, **two_axes())
     for tokens in _tokens(2):
-        loss_of(model, tokens).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(model, optimizer, tokens)
         model.start_param_sync()
         model.broadcast_params()
 

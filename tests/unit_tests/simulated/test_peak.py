@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_fsdp import fully_shard
-from tests.models import FP32_GRADS, STRATEGIES, Block, TinyModel, loss_of
+from tests.models import FP32_GRADS, STRATEGIES, Block, TinyModel, loss_of, train_step
 from tests.ranks import DEVICE as REAL_DEVICE
 from tests.ranks import RankPool, on_ranks
 from tests.simulated.device import DEVICE, SimulatedDevice, simulated_device
@@ -81,9 +81,7 @@ def _check(strategy: str, dtype: str, kernel_time: float, two_axes: bool) -> Non
         )
         del model
         for _ in range(2):
-            loss_of(sharded, tokens).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            train_step(sharded, optimizer, tokens)
         resting = sim.memory.allocator.allocated
         peak = _peak(sim, sharded, tokens)
         groups = sharded.engine.groups

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.fsdp import fsdp2
 from megatron_fsdp import fully_shard
-from tests.models import STRATEGIES, Block, batches, loss_of, main_weights
+from tests.models import STRATEGIES, Block, batches, loss_of, main_weights, train_step
 from tests.quantized_models import KINDS, arguments, exact, quantized_model
 from tests.quantized_models import recompute as recomputing
 from tests.ranks import DEVICE as REAL_DEVICE
@@ -101,9 +101,7 @@ def test_fsdp2(format: str, reshard: bool, recompute: str) -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
         for step in batches(3, 1).to(DEVICE):
             with sim.no_host_wait():
-                loss_of(model, step[0]).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                train_step(model, optimizer, step[0])
 
 
 def _trained(simulate: bool, format: str, kind: str, settings: dict[str, Any]) -> list[torch.Tensor]:
