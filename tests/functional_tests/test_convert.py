@@ -8,14 +8,7 @@ import pytest
 import torch
 
 from megatron.fsdp.convert.run import read_state, write_state
-from scripts.parity import (
-    DDP,
-    DDP_ENVIRONMENT,
-    fsdp_arguments,
-    model_arguments,
-    original_arguments,
-    write_corpus,
-)
+from scripts.parity import DDP, DDP_ENVIRONMENT, fsdp_arguments, model_arguments, original_arguments, write_corpus
 from scripts.parity_cases import ALLTOALL, EP, LLAMA, MLA, PP, TP, Case
 from scripts.real_loop import Run, run
 from tests.checkpoints import plain_common, plain_metadata, plain_objects, plain_tensors, same

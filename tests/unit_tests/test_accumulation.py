@@ -13,16 +13,7 @@ from torch.distributed.tensor import DTensor
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron_fsdp import MegatronFSDP, fully_shard_model, fully_shard_optimizer
 from tests.exchanges import seen
-from tests.models import (
-    FP32_GRADS,
-    STRATEGIES,
-    Block,
-    Pair,
-    TinyModel,
-    assert_same_gradients,
-    batches,
-    loss_of,
-)
+from tests.models import FP32_GRADS, STRATEGIES, Block, Pair, TinyModel, assert_same_gradients, batches, loss_of
 from tests.ranks import RankPool, on_ranks
 from tests.training_models import Recomputing
 

@@ -15,16 +15,7 @@ from megatron.fsdp import fsdp2
 from megatron.fsdp.dtensor import torch_patches
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard_model
-from tests.models import (
-    STRATEGIES,
-    Block,
-    Pair,
-    TinyModel,
-    assert_same_gradients,
-    batches,
-    device,
-    loss_of,
-)
+from tests.models import STRATEGIES, Block, Pair, TinyModel, assert_same_gradients, batches, device, loss_of
 from tests.ranks import RankPool, on_ranks
 
 

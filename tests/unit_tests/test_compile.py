@@ -12,17 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.fsdp import fsdp2
 from megatron_fsdp import fully_shard, fully_shard_model
-from tests.models import (
-    STRATEGIES,
-    Block,
-    Pair,
-    TinyModel,
-    adamw,
-    assert_same_gradients,
-    batches,
-    device,
-    loss_of,
-)
+from tests.models import STRATEGIES, Block, Pair, TinyModel, adamw, assert_same_gradients, batches, device, loss_of
 from tests.ranks import RankPool, on_ranks
 
 

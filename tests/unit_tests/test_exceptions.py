@@ -20,17 +20,7 @@ from megatron.fsdp.comm.streams import CpuStream
 from megatron.fsdp.comm.streams import _CpuHandle as CpuHandle
 from megatron_fsdp import MegatronFSDP, fully_shard
 from tests.exchanges import wrapped
-from tests.models import (
-    STRATEGIES,
-    Block,
-    Pair,
-    TinyModel,
-    adamw,
-    batches,
-    device,
-    loss_of,
-    without_collector,
-)
+from tests.models import STRATEGIES, Block, Pair, TinyModel, adamw, batches, device, loss_of, without_collector
 from tests.ranks import DEVICE, RankPool, on_ranks
 
 

@@ -7,15 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fsdp import fully_shard_model
-from tests.models import (
-    STRATEGIES,
-    Block,
-    Pair,
-    TinyModel,
-    batches,
-    device,
-    loss_of,
-)
+from tests.models import STRATEGIES, Block, Pair, TinyModel, batches, device, loss_of
 from tests.ranks import on_ranks
 
 

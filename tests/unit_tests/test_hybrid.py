@@ -8,14 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from megatron.fsdp.sharding.strategy import INNER, OUTER
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model
 from tests.exchanges import seen
-from tests.models import (
-    DEVICE,
-    STRATEGIES,
-    Block,
-    TinyModel,
-    batches,
-    loss_of,
-)
+from tests.models import DEVICE, STRATEGIES, Block, TinyModel, batches, loss_of
 from tests.ranks import RankPool, on_ranks
 
 DEFINED = [(i, o) for i in STRATEGIES for o in OUTER if not (i == "no_shard" and o == "optim")]

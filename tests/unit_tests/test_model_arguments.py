@@ -17,13 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import megatron_fsdp
 from megatron.fsdp.api import fully_shard as signatures
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
-from megatron_fsdp import (
-    FSDPConfig,
-    MixedPrecisionPolicy,
-    fully_shard,
-    fully_shard_model,
-    register_optimizer,
-)
+from megatron_fsdp import FSDPConfig, MixedPrecisionPolicy, fully_shard, fully_shard_model, register_optimizer
 from scripts import argument_table
 from tests.models import (
     DEVICE,

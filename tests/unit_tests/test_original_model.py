@@ -23,13 +23,7 @@ from megatron_fsdp import (
     fully_shard_optimizer,
     mixed_precision,
 )
-from megatron_fsdp.utils import (
-    contains_submesh,
-    find_megatron_fsdp,
-    get_mesh_names,
-    is_submodule,
-    is_torch_min_version,
-)
+from megatron_fsdp.utils import contains_submesh, find_megatron_fsdp, get_mesh_names, is_submodule, is_torch_min_version
 from tests.models import DEVICE, Block, TinyModel, adamw, batches, device, loss_of, main_weights
 from tests.ranks import RankPool, on_ranks
 

@@ -15,17 +15,7 @@ from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron.fsdp.sharding.strategy import OUTER
 from megatron_fsdp import MegatronFSDP, fully_shard_model
 from tests.exchanges import COLLECTIVES, SENDS
-from tests.models import (
-    DEVICE,
-    OPTIMIZERS,
-    STRATEGIES,
-    Block,
-    TinyModel,
-    adamw,
-    assert_same_training,
-    batches,
-    loss_of,
-)
+from tests.models import DEVICE, OPTIMIZERS, STRATEGIES, Block, TinyModel, adamw, assert_same_training, batches, loss_of
 from tests.ranks import RankPool
 from tests.training_models import (
     SHAPES,

@@ -8,15 +8,7 @@ from click.core import ParameterSource
 
 from megatron.fsdp.checkpoint.reader import checkpoint_folder
 from megatron.fsdp.convert.canonical import TrainingState
-from megatron.fsdp.convert.console import (
-    Result,
-    command,
-    directory,
-    fields_of,
-    progress_bar,
-    read_options,
-    worker,
-)
+from megatron.fsdp.convert.console import Result, command, directory, fields_of, progress_bar, read_options, worker
 from megatron.fsdp.convert.groups import EXPERTS, OPTION
 from megatron.fsdp.convert.options import ReadOptions, WriteOptions
 from megatron.fsdp.convert.rewrites import FSDP_DTENSOR, TORCH_DIST

@@ -10,15 +10,7 @@ import click
 import torch
 
 from megatron.fsdp.checkpoint.reader import RELEASE, checkpoint_folder
-from megatron.fsdp.convert.console import (
-    Result,
-    command,
-    directory,
-    fields_of,
-    progress_bar,
-    read_options,
-    worker,
-)
+from megatron.fsdp.convert.console import Result, command, directory, fields_of, progress_bar, read_options, worker
 from megatron.fsdp.convert.huggingface.arguments import flags
 from megatron.fsdp.convert.huggingface.folder import Export, divide, export
 from megatron.fsdp.convert.huggingface.transfer import (

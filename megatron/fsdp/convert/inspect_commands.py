@@ -10,16 +10,7 @@ from megatron.fsdp.checkpoint.reader import CheckpointReader, checkpoint_folder
 from megatron.fsdp.checkpoint.writer import write_checkpoint
 from megatron.fsdp.convert import verifying
 from megatron.fsdp.convert.comparing import bytes_to_compare, compare
-from megatron.fsdp.convert.console import (
-    Result,
-    as_json_text,
-    command,
-    directory,
-    gib,
-    plain,
-    progress_bar,
-    worker,
-)
+from megatron.fsdp.convert.console import Result, as_json_text, command, directory, gib, plain, progress_bar, worker
 from megatron.fsdp.convert.inspecting import as_text, contents_of, corners, countable, statistics, summarize
 from megatron.fsdp.convert.modifying import modified, parse_operation
 from megatron.fsdp.helpers.spelling import bare_name, did_you_mean

@@ -22,12 +22,7 @@ from megatron.fsdp.convert.canonical import SCALER
 from megatron.fsdp.convert.groups import scaler_as_numbers, scaler_as_tensors
 from megatron.fsdp.helpers.spelling import bare_name
 from megatron.fsdp.mcore.adapter import ShardedModule
-from megatron.fsdp.mcore.parameter_names import (
-    described,
-    global_name,
-    layouts,
-    renamed_in_checkpoints,
-)
+from megatron.fsdp.mcore.parameter_names import described, global_name, layouts, renamed_in_checkpoints
 from megatron.fsdp.naming.names import DOWN_NORM, EMBEDDING, FUSED_DOWN, TIED_OUTPUT, Name
 from megatron.fsdp.naming.table import Part, RowLayout, Sections
 

@@ -6,11 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torchao.float8.float8_training_tensor import (
-    Float8TrainingTensor,
-    GemmInputRole,
-    hp_tensor_and_scale_to_float8,
-)
+from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole, hp_tensor_and_scale_to_float8
 from torchao.float8.float8_utils import amax_to_scale
 from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 

@@ -23,15 +23,7 @@ from megatron.fsdp.checkpoint.checksums import DamagedCheckpoint
 from megatron.fsdp.checkpoint.lazy import Region
 from megatron.fsdp.checkpoint.reader import CheckpointReader, checkpoint_folder, common_state, intersection, untiled
 from tests.checkpoints import TORCH_DIST, meta, sha256
-from tests.small_checkpoints import (
-    DTYPES,
-    NAMES,
-    PeakMemory,
-    numbers,
-    same_bits,
-    sample_checkpoint,
-    write_checkpoint,
-)
+from tests.small_checkpoints import DTYPES, NAMES, PeakMemory, numbers, same_bits, sample_checkpoint, write_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 

@@ -20,15 +20,7 @@ from megatron.fsdp.api.ddp_config import FLAGS
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.mcore import limits, statistics
 from megatron.fsdp.mcore.adapter import fsdp_config
-from megatron.fsdp.mcore.limits import (
-    ADJUSTMENTS,
-    IGNORED,
-    LIMITS,
-    Settings,
-    adjust,
-    check,
-    validate_args,
-)
+from megatron.fsdp.mcore.limits import ADJUSTMENTS, IGNORED, LIMITS, Settings, adjust, check, validate_args
 from megatron.fsdp.mcore.options import EXPERTS, OPTIONS
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
 from megatron.training.arguments import add_megatron_arguments
