@@ -165,9 +165,10 @@ def main() -> int:
     parser.add_argument("--whole", action="store_true", help="parity is that of full tensors, not of torch's rows")
     parser.add_argument("--control", action="store_true", help="run torch's own implementation instead")
     options = parser.parse_args()
-    if not options.folder.is_dir():
-        print(f"{options.folder} is no folder: give test/distributed/_composable/fsdp of a checkout of PyTorch.")
-        return 0
+    if not any(options.folder.glob("test_*.py")):
+        parser.error(
+            f"{options.folder} has no test_*.py: give test/distributed/_composable/fsdp of a checkout of PyTorch."
+        )
     install(options.whole, options.control)
     counts: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as temporary:

@@ -52,13 +52,13 @@ class TestThreads(FSDPTestMultiThread):
 """
 
 
-def _run(folder: Path, *arguments: str) -> list[str]:
+def _run(folder: Path, *arguments: str, fails: bool = False) -> list[str]:
     command = [sys.executable, "scripts/torch_cases.py", str(folder), *arguments]
     done = subprocess.run(
         command, cwd=ROOT, env={**os.environ, "PYTHONPATH": "."}, capture_output=True, text=True, timeout=300
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    assert done.returncode == 2 * fails, done.stderr
+    return (done.stderr if fails else done.stdout).splitlines()
 
 
 def test_cases_pass_fail_and_skip(tmp_path: Path) -> None:
@@ -77,7 +77,8 @@ def test_cases_pass_fail_and_skip(tmp_path: Path) -> None:
 
 
 def test_without_the_folder(tmp_path: Path) -> None:
-    assert "is no folder" in _run(tmp_path / "missing")[0]
+    for folder in (tmp_path / "missing", tmp_path):
+        assert f"{folder} has no test_*.py" in _run(folder, fails=True)[-1]
 
 
 @pytest.mark.slow
