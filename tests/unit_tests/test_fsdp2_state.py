@@ -81,7 +81,7 @@ def _units() -> list[str]:
 
 
 def test_marked_modules_are_units(ranks: RankPool) -> None:
-    blocks = [f"blocks.{i}{part}" for i in range(3) for part in ("", ".norm", ".up")]
+    blocks = [f"blocks.{i}{part}" for i in range(3) for part in ("", ".norm")]
     assert ranks.run(2, _units)[0] == ["", *blocks, "head"]
 
 

@@ -40,7 +40,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
 from torch.distributed.utils import _apply_to_tensors
 from torch.torch_version import TorchVersion
 from torch.utils._pytree import tree_map
@@ -55,6 +54,8 @@ from megatron.fsdp.fsdp2.marked import (
     Mark,
     MarkedModule,
     axes_of,
+    check_module,
+    check_reshard_after_forward,
     equalize,
     is_pending,
     mark_of,
@@ -139,10 +140,6 @@ def _cast(value: Any, dtype: torch.dtype | None, device: torch.device | None = N
 
     # torch's function enters dataclasses, and tree_map classes that are registered with it.
     return tree_map(functools.partial(_apply_to_tensors, convert), value)
-
-
-class MarkedTwice(ValueError, AssertionError):
-    """Raised if :func:`fully_shard` is called on a module twice. torch raises an AssertionError."""
 
 
 class NotCopied(NotImplementedError, AssertionError):
@@ -437,12 +434,13 @@ def fully_shard(
     shard_granularity: str = "row",
     replicated_params: set[nn.Parameter] | None = None,
 ) -> T:
-    """Mark a module as a unit: its parameters are unsharded and resharded together.
+    """Mark a module, or several, as a unit: its parameters are unsharded and resharded together.
 
     The model is sharded later, on first need; the docstring of this file says when. All ranks must make the same calls.
 
     Args:
-        module: The module, or a list of modules, each of which becomes a unit.
+        module: The module, or a list of modules. A list is one unit: it is unsharded before the first of them runs
+            and resharded after the last one.
         mesh: One data-parallel axis, or two named ones: parameters are sharded over the second and replicated over the
             first (HSDP). None: one axis over all ranks. It must be the same for all modules of a model.
         reshard_after_forward: Whether to reshard the unit after forward and unshard it again for backward. None: True,
@@ -472,39 +470,39 @@ def fully_shard(
         NotImplementedError: An argument requests a feature that is not supported.
     """
     require_process_group()
-    modules = list(module) if isinstance(module, (list, tuple)) else [module]
+    modules = list(dict.fromkeys(module)) if isinstance(module, (list, tuple)) else [module]
     if dp_mesh_dims is not None:
         raise NotImplementedError("dp_mesh_dims: give the data-parallel axes as mesh, for instance mesh['dp'].")
     parse_granularity(shard_granularity)
     for each in modules:
-        _check_module(each, shard_placement_fn)
+        check_module(each, shard_placement_fn)
     # torch's policy classes are accepted too: only attributes are read, and theirs have the same names.
     policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
     engine_policy = _engine_policy(policy)
     ignored = parameter_set("ignored_params", ignored_params)
     replicated = parameter_set("replicated_params", replicated_params)
+    index, device = axes_of(mesh, nn.ModuleList(modules))
+    check_reshard_after_forward(reshard_after_forward, index.dense.inner.size())
+    mark = Mark(
+        mesh=mesh,
+        index=index,
+        world=dist.group.WORLD,
+        device=device,
+        policy=engine_policy,
+        input_dtype=policy.param_dtype if policy.cast_forward_inputs else None,
+        output_dtype=policy.output_dtype,
+        offload=hasattr(offload_policy, "pin_memory"),
+        reshard_after_forward=reshard_after_forward,
+        shard_granularity=shard_granularity,
+        ignored=ignored,
+        replicated=replicated,
+    )
+    if (near := index.dense.neighbours(mark.ranks_after_forward)) is not None:
+        communication_stream(device, index.dense.dp_group).group(near)  # now: sharding communicates nothing
     for each in modules:
-        index, device = axes_of(mesh, each)
         equalize(each, index, device, ignored)
-        _check_reshard_after_forward(reshard_after_forward, index.dense.inner.size())
         each.__class__ = _marked_class(type(each))
         assert isinstance(each, FSDPModule)
-        mark = Mark(
-            mesh=mesh,
-            index=index,
-            world=dist.group.WORLD,
-            device=device,
-            policy=engine_policy,
-            input_dtype=policy.param_dtype if policy.cast_forward_inputs else None,
-            output_dtype=policy.output_dtype,
-            offload=hasattr(offload_policy, "pin_memory"),
-            reshard_after_forward=reshard_after_forward,
-            shard_granularity=shard_granularity,
-            ignored=ignored,
-            replicated=replicated,
-        )
-        if (near := index.dense.neighbours(mark.ranks_after_forward)) is not None:
-            communication_stream(device, index.dense.dp_group).group(near)  # now: sharding communicates nothing
         set_mark(each, mark)
         if mark.output_dtype is not None:  # as torch does: hooks that are registered later see the cast
             each.register_forward_hook(_after_forward)
@@ -526,36 +524,6 @@ def _engine_policy(policy: MixedPrecisionPolicy) -> EnginePolicy:
     if reduce_dtype is None and TorchVersion(torch.__version__) < "2.15":
         reduce_dtype = policy.param_dtype
     return EnginePolicy(main_params_dtype=None, grad_comm_dtype=reduce_dtype, compute_dtype=policy.param_dtype)
-
-
-def _check_reshard_after_forward(value: bool | int | None, ranks: int) -> None:
-    """Raise ValueError if ``value`` has another type, or is a number that does not divide ``ranks``."""
-    if value is None or isinstance(value, bool):
-        return
-    if not isinstance(value, int):
-        raise ValueError(f"reshard_after_forward: expected a bool or a number of ranks; got {value!r}.")
-    if value < 1 or ranks % value:
-        raise ValueError(f"reshard_after_forward: expected a divisor of the mesh's {ranks} ranks; got {value}.")
-
-
-def _check_module(module: nn.Module, placement: Callable[[nn.Parameter], object] | None) -> None:
-    if isinstance(module, FSDPModule):
-        words = "Each distinct composable distributed API can only be applied to a module once."  # torch's
-        raise MarkedTwice(f"fully_shard was called on this {type(module).__name__} before. {words}")
-    if not isinstance(module, nn.Module) or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-        raise ValueError(
-            f"fully_shard does not support containers that do not implement forward: expected a module that has one; "
-            f"got {type(module).__name__}."
-        )
-    if placement is None:
-        return
-    for owner in module.modules():
-        for name, parameter in owner._parameters.items():
-            if parameter is not None and placement(parameter) not in (None, Shard(0), Shard(-parameter.ndim)):
-                raise NotImplementedError(
-                    f"shard_placement_fn: expected None or Shard(0), which is all that is supported; got "
-                    f"{placement(parameter)} for {type(owner).__name__}.{name}."
-                )
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

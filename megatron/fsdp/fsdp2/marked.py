@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -49,9 +49,13 @@ class MarkedModule(nn.Module):
     join_hook = refuse_join
 
 
+class MarkedTwice(ValueError, AssertionError):
+    """Raised if :func:`fully_shard` is called on a module twice. torch raises an AssertionError."""
+
+
 @dataclass(eq=False)
 class Mark:
-    """The settings of one marked module.
+    """The settings of one marked module, or of several that are one unit.
 
     ``model`` and ``unit`` are weak references, since the outermost module owns both: a strong reference from a module
     inside would keep them alive after the model has been deleted.
@@ -114,6 +118,37 @@ class Mark:
         return None if value is None or isinstance(value, bool) or value == 1 else value
 
 
+def check_reshard_after_forward(value: bool | int | None, ranks: int) -> None:
+    """Raise ValueError if ``value`` has another type, or is a number that does not divide ``ranks``."""
+    if value is None or isinstance(value, bool):
+        return
+    if not isinstance(value, int):
+        raise ValueError(f"reshard_after_forward: expected a bool or a number of ranks; got {value!r}.")
+    if value < 1 or ranks % value:
+        raise ValueError(f"reshard_after_forward: expected a divisor of the mesh's {ranks} ranks; got {value}.")
+
+
+def check_module(module: nn.Module, placement: Callable[[nn.Parameter], object] | None) -> None:
+    """Raise if :func:`fully_shard` has marked the module, cannot call it, or shards a parameter by other than rows."""
+    if isinstance(module, MarkedModule):
+        words = "Each distinct composable distributed API can only be applied to a module once."  # torch's
+        raise MarkedTwice(f"fully_shard was called on this {type(module).__name__} before. {words}")
+    if not isinstance(module, nn.Module) or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        raise ValueError(
+            f"fully_shard does not support containers that do not implement forward: expected a module that has one; "
+            f"got {type(module).__name__}."
+        )
+    if placement is None:
+        return
+    for owner in module.modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is not None and placement(parameter) not in (None, Shard(0), Shard(-parameter.ndim)):
+                raise NotImplementedError(
+                    f"shard_placement_fn: expected None or Shard(0), which is all that is supported; got "
+                    f"{placement(parameter)} for {type(owner).__name__}.{name}."
+                )
+
+
 # Keys in the __dict__ of modules. Marks and models are stored there directly, without nn.Module.__setattr__.
 _MARK = "_fsdp_mark"
 _MODEL = "_fsdp_model"
@@ -151,7 +186,7 @@ def set_mark(module: MarkedModule, mark: Mark) -> None:
     """Store the settings of a module whose class has already been replaced by a marked one."""
     module.__dict__[_MARK] = mark
     ignored = _own_parameters(module, "ignored")
-    mark.guards = [
+    mark.guards += [
         parameter.register_hook(functools.partial(refuse_early_read, name))
         for name, parameter in nn.Module.named_parameters(module)  # the module's own method would shard it
         if parameter.requires_grad and parameter not in ignored
@@ -228,7 +263,7 @@ class InPlaceModel:
 
     def __init__(self, root: MarkedModule, config: FSDPConfig, index: MeshIndex) -> None:
         with initialized_by_caller(root) as self.unset:
-            blueprint = make_blueprint(root, config, index, [MarkedModule], mark_of(root).device, _settings_of)
+            blueprint = make_blueprint(root, config, index, [MarkedModule], mark_of(root).device, _settings_of, mark_of)
             self.engine = engine = build_engine(blueprint)
         self._agreed = False
         modules = [module for module in root.modules() if isinstance(module, MarkedModule)]
@@ -332,13 +367,7 @@ def _shard(root: MarkedModule) -> None:
             raise NotImplementedError(f"offload_policy: {name} and the modules around it must have the same policy.")
     check_no_other_engine(root)
     tensors = [t for m in root.modules() for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
-    mine = {id(tensor) for tensor in tensors if isinstance(tensor, nn.Parameter)}
-    apart = (place for other in set(_pending) - set(marked.values()) for place in other.named_modules())
-    keys = ((f"{name}.{key}".strip("."), p) for name, part in apart for key, p in part._parameters.items())
-    if shared := [key for key, parameter in keys if id(parameter) in mine]:
-        raise ValueError(
-            f"Two sharded models share a parameter, {max(shared, key=len)}: shard a module that contains both."
-        )
+    _check_apart(root, set(marked.values()), {id(tensor) for tensor in tensors if isinstance(tensor, nn.Parameter)})
     config = FSDPConfig(
         mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=None),  # each unit has its policy
         sync_module_states=False,  # see equalize()
@@ -360,6 +389,23 @@ def _shard(root: MarkedModule) -> None:
         for module in marked.values():
             _pending.add(module)
         raise
+
+
+def _check_apart(root: MarkedModule, inside: set[MarkedModule], mine: set[int]) -> None:
+    """Check that no other model has a module of one of this model's units, or one of its parameters."""
+    marks = {mark_of(module) for module in inside}
+    for other in set(_pending) - {root}:
+        if mark_of(other) is mark_of(root) or (other not in inside and mark_of(other) in marks):
+            raise RuntimeError(
+                f"A {type(other).__name__} is one unit with other modules: call fully_shard on a module around all of "
+                "them, too, before the first of them runs or its parameters are read."
+            )
+    apart = (place for other in set(_pending) - inside for place in other.named_modules())
+    keys = ((f"{name}.{key}".strip("."), p) for name, part in apart for key, p in part._parameters.items())
+    if shared := [key for key, parameter in keys if id(parameter) in mine]:
+        raise ValueError(
+            f"Two sharded models share a parameter, {max(shared, key=len)}: shard a module that contains both."
+        )
 
 
 def _ranks(index: MeshIndex) -> list[list[int]]:

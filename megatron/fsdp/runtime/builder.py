@@ -111,6 +111,7 @@ def make_blueprint(
     unit_modules: UnitClasses | None = None,
     device: torch.device | str | None = None,
     settings_of: Callable[[UnitPart], UnitSettings] | None = None,
+    unit_key: Callable[[nn.Module], object] = id,
 ) -> Blueprint:
     """Check that a model can be sharded, and split it into units.
 
@@ -121,6 +122,7 @@ def make_blueprint(
         unit_modules: Classes of the modules that are units. None: the model is one unit whose weights stay unsharded.
         device: Device of the computation. None: that of the parameters, or the current CUDA device if there is one.
         settings_of: Settings of one unit. None: those of ``config``.
+        unit_key: Modules of these classes are one unit if this is equal for them.
 
     Raises:
         RuntimeError: torch.distributed is not initialized.
@@ -140,7 +142,7 @@ def make_blueprint(
     with propagate_errors(index):
         _check_settings(module, config, index, device)
         root, tp_mesh = check_and_partition(
-            module, params, config, index, unit_modules, device, lambda part: settings(part).policy
+            module, params, config, index, unit_modules, device, lambda part: settings(part).policy, unit_key
         )
     reshards = unit_modules is not None or bool(root.children)
     if settings_of is None and dist.get_rank() == 0:
@@ -226,7 +228,7 @@ def build_engine(blueprint: Blueprint) -> Engine:
     unit_of: weakref.WeakKeyDictionary[nn.Module, Unit] = weakref.WeakKeyDictionary()
     for unit, part in zip(units, blueprint.root.walk(), strict=True):
         # walk() yields inner units later, so each module ends up with the innermost unit around it.
-        unit_of.update((each, unit) for each in part.module.modules())
+        unit_of.update((each, unit) for one in part.modules for each in one.modules())
     engine = Engine(units, config, blueprint.index, context, pool, registration, blueprint.agreement, unit_of)
     _install(engine, blueprint)
     if config.init_model_with_meta_device:
@@ -239,7 +241,7 @@ def _install(engine: Engine, blueprint: Blueprint) -> None:
     """Hook the units' modules, make main weights their parameters, and mark these as the engine's."""
     for unit, part in zip(engine.units, blueprint.root.walk(), strict=True):
         unit.channel = blueprint.channel
-        unit.install_hooks(root_modules(part.module) if unit.is_root else [part.module], engine.schedule)
+        unit.install_hooks(root_modules(part.module) if unit.is_root else part.modules, engine.schedule)
         if unit.gathers_twice:
             drop_copies_after_forward(unit.layers())
     for group in engine.groups:
@@ -307,10 +309,8 @@ def _build_units(
         if settings.divisor is not None:
             unit.rescale_gradients(index.size / settings.divisor)
     for part in parts:
-        unit = units[part.index]
-        unit.children += [units[child.index] for child in part.children]
-        for child in unit.children:
-            child.around = [*unit.around, unit]
+        units[part.index].children += [units[child.index] for child in part.children]
+        units[part.index].ends_behind = max([part.index, *(each.index for each in part.earlier)])
     batch = QuantizationBatch()
     for group in (group for place in range(len(parts)) for group in units[place].groups):
         if group.storage is not None:

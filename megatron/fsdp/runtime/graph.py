@@ -144,7 +144,7 @@ def run_backward(original: Callable[..., Any], outputs: Sequence[Any], *args: An
             add_note(error, _MODIFIED)
         # What the caller does next may write weights: the model's parameters have to be main weights again.
         for schedule in () if in_backward() else list(_listening):
-            schedule.backward_failed()
+            schedule.reset_if_failed()
         raise
     finally:
         for handle in handles:

@@ -67,11 +67,13 @@ class UnitPart:
 
     Attributes:
         name: Name of the module; empty for the root.
-        module: The module.
+        module: The module, or the first of several that are one unit.
         depth: Number of units around it.
         index: Its place in :meth:`walk` of the root.
         params: Its own parameters.
         children: The units inside it.
+        modules: All modules that are the unit.
+        earlier: The units that are registered before the last of several modules.
     """
 
     name: str
@@ -80,6 +82,8 @@ class UnitPart:
     index: int = 0
     params: list[ShardedParameter] = field(default_factory=list)
     children: list["UnitPart"] = field(default_factory=list)
+    modules: list[nn.Module] = field(default_factory=list)
+    earlier: list["UnitPart"] = field(default_factory=list)
 
     @property
     def groups(self) -> list[list[ShardedParameter]]:
@@ -421,6 +425,7 @@ def check_and_partition(
     unit_modules: UnitClasses | None,
     device: torch.device,
     policy_of: Callable[[UnitPart], MixedPrecisionPolicy],
+    unit_key: Callable[[nn.Module], object],
 ) -> tuple[UnitPart, DeviceMesh | None]:
     """Check a model's parameters, and split them into units.
 
@@ -432,6 +437,7 @@ def check_and_partition(
         unit_modules: See :func:`resolve_unit_classes`.
         device: Device of the computation.
         policy_of: Dtypes of one unit.
+        unit_key: See :func:`partition`.
 
     Returns:
         The root unit, and the tensor-parallel mesh if the model has one.
@@ -443,7 +449,7 @@ def check_and_partition(
     classes = resolve_unit_classes(module, unit_modules)
     _mark_experts(params, index)
     tp_mesh = _tensor_parallel_mesh(params, index)
-    root = partition(module, params, classes, config.enable_fine_grained_param_gather)
+    root = partition(module, params, classes, config.enable_fine_grained_param_gather, unit_key)
     for part in root.walk():
         _check_dtypes(part, device, policy_of(part))
     return root, tp_mesh
@@ -454,6 +460,7 @@ def partition(
     params: list[ShardedParameter],
     units: UnitChoice,
     every_module: bool = False,
+    unit_key: Callable[[nn.Module], object] = id,
 ) -> UnitPart:
     """Split the model's parameters into units.
 
@@ -462,6 +469,7 @@ def partition(
         params: Its parameters.
         units: What becomes a unit.
         every_module: Whether every module with direct parameters inside a unit becomes a unit as well.
+        unit_key: Modules that become units are one unit if this is equal for them.
 
     A parameter belongs to the innermost unit that contains it. A parameter that is tied across units belongs to the
     innermost unit that contains all of its uses, so that it is unsharded during each of them. Units without parameters
@@ -470,9 +478,23 @@ def partition(
     Returns:
         The root unit, with all other units below it in the order of registration.
     """
-    root = UnitPart("", module)
+    root = UnitPart("", module, modules=[module])
     path_of: dict[int, tuple[UnitPart, ...]] = {id(module): (root,)}
-    _find_units(module, "", (root,), lambda m, path: _is_unit(m, path, units, every_module), path_of)
+    found: dict[object, tuple[UnitPart, ...]] = {}
+
+    def path_to(child: nn.Module, name: str, path: tuple[UnitPart, ...]) -> tuple[UnitPart, ...]:
+        if not _is_unit(child, path, units, every_module) or path == found.get(key := unit_key(child)):
+            return path
+        if key not in found:
+            path[-1].children.append(UnitPart(name, child, len(path)))
+            found[key] = (*path, path[-1].children[-1])
+        elif found[key][:-1] != path:
+            raise NotImplementedError(f"{found[key][-1].name} and {name} cannot be one unit: they are in other units.")
+        found[key][-1].modules.append(child)
+        found[key][-1].earlier = list(path[-1].children)
+        return found[key]
+
+    _find_units(module, "", (root,), path_to, path_of)
     for param in params:
         param.expect_quantization()
         path = functools.reduce(_common_path, [path_of[id(owner)] for owner, _ in param.sites])
@@ -535,24 +557,19 @@ def _find_units(
     module: nn.Module,
     name: str,
     path: tuple[UnitPart, ...],
-    is_unit: Callable[[nn.Module, tuple[UnitPart, ...]], bool],
+    path_to: Callable[[nn.Module, str, tuple[UnitPart, ...]], tuple[UnitPart, ...]],
     path_of: dict[int, tuple[UnitPart, ...]],
 ) -> None:
     for child_name, child in module.named_children():
         if (known := path_of.get(id(child))) is not None:
             # The module is registered in two places. If these belong to different units, the innermost unit around
             # both owns it, so that its parameters are unsharded during both.
-            if known[-1].module is not child:
+            if child not in known[-1].modules:
                 path_of[id(child)] = _common_path(known, path)
             continue
         full_name = f"{name}.{child_name}" if name else child_name
-        child_path = path
-        if is_unit(child, path):
-            part = UnitPart(full_name, child, len(path))
-            path[-1].children.append(part)
-            child_path = (*path, part)
-        path_of[id(child)] = child_path
-        _find_units(child, full_name, child_path, is_unit, path_of)
+        path_of[id(child)] = child_path = path_to(child, full_name, path)
+        _find_units(child, full_name, child_path, path_to, path_of)
 
 
 def _common_path(a: tuple[UnitPart, ...], b: tuple[UnitPart, ...]) -> tuple[UnitPart, ...]:

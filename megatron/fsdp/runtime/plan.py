@@ -272,8 +272,12 @@ class Plans:
 
         def requested(unit: Unit) -> list[Op]:
             ops = [] if Op(OpKind.UNSHARD, unit.index) in kept else _unshards(unit)
-            for child in sorted(unit.children, key=lambda child: place[child.index], reverse=True):
-                ops += requested(child)
+            parts: list[tuple[int, list[Op]]] = []
+            for child in unit.children:
+                inner = requested(child)
+                cut = len(inner) - child.trainable
+                parts += [(place[child.ends_behind], inner[:cut]), (place[child.index], inner[cut:])]
+            ops += [op for _, part in sorted(parts, key=lambda part: part[0], reverse=True) for op in part]
             return [*ops, Op(OpKind.REDUCE, unit.index)] if unit.trainable else ops
 
         return self._backward(requested(self._units[0]))

@@ -125,8 +125,8 @@ class Schedule:
         if self.passes.has_failed or not self.passes.in_backward:
             self.reset()
 
-    def backward_failed(self) -> None:
-        """Reshard every unit if the backward that has failed was one of this model."""
+    def reset_if_failed(self) -> None:
+        """Reshard every unit if an exception has ended the last backward of this model."""
         if self.passes.has_failed:
             self.reset()
 
@@ -186,8 +186,7 @@ class Schedule:
 
     def _begin_backward(self) -> None:
         """Prepare a backward, if none is running. Called with the first gradient."""
-        if self.passes.has_failed:
-            self.reset()
+        self.reset_if_failed()
         if self.passes.in_backward:
             return
         self.passes.begin_backward(weak_method(self.finish_backward))
@@ -235,8 +234,7 @@ class Schedule:
 
     def before_forward(self, unit: Unit) -> bool:
         """Handle the start of a module's forward. Returns whether to watch its inputs for the end of its backward."""
-        if self.passes.has_failed:
-            self.reset()
+        self.reset_if_failed()
         if unit.state is WeightState.HELD:
             return False
         if self._inner is not None and unit in self._inner:  # a recomputation
@@ -254,8 +252,10 @@ class Schedule:
             return False
         # In forward, the kept unit is the last one of an earlier forward. In backward, a unit that was unsharded for a
         # recomputation is kept for its backward, which follows at once unless another unit is recomputed first.
-        if self.passes.kept is not unit:
+        if self.passes.kept is not unit and not unit.to_run:
             self._reshard_kept()
+        if not unit.to_run and self.units[0].state is WeightState.FORWARD:
+            unit.to_run |= unit.together
         self._use(self.plans.backward if self.passes.in_backward else self.plans.forward, unit, WeightState.FORWARD)
         # A recomputation that only restores saved tensors discards its outputs, so no backward reaches its inputs.
         grad = torch.is_grad_enabled() and (not unit.is_root or is_frozen(unit))
@@ -268,9 +268,10 @@ class Schedule:
         forward = self.plans.forward
         if unit.is_root and not self.passes.in_backward:
             self._issue_skipped(forward, forward.finish())
-            for each in self.units if not self._keeps else ():
-                if each.state is WeightState.UNSHARDED:
-                    each.reshard()  # as on the ranks that have run it
+            for each in self.units:
+                each.to_run.clear()
+                if each.state is WeightState.UNSHARDED and (each.together or not self._keeps):
+                    self._leave(each, self._keeps)  # as on the ranks that have run it
             self._join_skipped()
         if unit.state is not WeightState.FORWARD:
             return False
@@ -286,8 +287,8 @@ class Schedule:
         return grad
 
     def _leave(self, unit: Unit, keeps: bool) -> None:
-        """Reshard a unit that a forward has used, or keep it for the backward."""
-        if keeps and unit.keeps_weights:
+        """Reshard a unit that a forward has used, or keep it for its other modules or for the backward."""
+        if (keeps and unit.keeps_weights) or unit.to_run:
             unit.to(WeightState.UNSHARDED)
         elif keeps and (self.passes.in_backward or self._is_last(unit)):
             # Backward begins with the last unit of forward: keep it instead of unsharding it again.
@@ -359,10 +360,11 @@ class Schedule:
         unit.calls_done += 1
         if unit.aside:
             return
-        if unit.state is WeightState.BACKWARD:
+        done = unit.calls_done >= unit.calls and not unit.unwatched
+        if unit.state is WeightState.BACKWARD and (done or not unit.together):
             unit.reshard()
         # Nothing tells when the backward of a call ends whose inputs need no gradients, as a recurrence's first one.
-        if unit.trainable and unit.calls_done >= unit.calls and not unit.unwatched:
+        if unit.trainable and done:
             self._reduce(unit)
 
     def _reshard_kept(self) -> None:
@@ -377,8 +379,7 @@ class Schedule:
 
     def begin_callers_forward(self) -> None:
         """Begin a forward whose caller unshards and reshards the units, and unshard the root."""
-        if self.passes.has_failed:
-            self.reset()
+        self.reset_if_failed()
         self._begin_forward()
         self.in_callers_forward = True
         for unit in self.units:
@@ -394,8 +395,7 @@ class Schedule:
 
     def begin_callers_backward(self) -> None:
         """Begin a backward whose caller unshards and reshards the units, unless it has begun; unshard the root."""
-        if self.passes.has_failed:
-            self.reset()
+        self.reset_if_failed()
         if self.passes.by_caller:
             return
         self.passes.begin_callers_backward()
@@ -516,7 +516,7 @@ class Schedule:
             later = plan is self.plans.backward and unit.ran and not self.plans.recording
             later = later and plan.requested[index] not in plan.requested[index + 1 :]
             # It stays unsharded as on the ranks that run it now, or until its backward comes later than on these.
-            if later or (in_forward and unit.keeps_weights):
+            if later or (in_forward and unit.keeps_weights) or (unit.together and plan is self.plans.forward):
                 unit.to(WeightState.UNSHARDED)
             elif in_forward and self._is_last(unit) and not self.in_callers_forward:
                 unit.to(WeightState.UNSHARDED)
@@ -576,7 +576,7 @@ class Schedule:
         if self.in_callers_forward and self.passes.by_caller:  # each of the two passes may unshard as many units
             others = [u for u in others if plan.direction in u.held_by | u.expected_by]
         # Units that stay unsharded until their backward do not count: the limit could not be kept with them.
-        unsharded = [u for u in others if not (u.keeps_weights and u.state is WeightState.UNSHARDED)]
+        unsharded = [u for u in others if not ((u.keeps_weights or u.to_run) and u.state is WeightState.UNSHARDED)]
         return len(unsharded) >= self._config.max_unsharded_units
 
     def _issue_reduction(self, unit: Unit) -> None:

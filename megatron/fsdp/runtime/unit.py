@@ -73,7 +73,7 @@ class Unit:
         is_root: It is the unit of the outermost module, which owns all parameters outside other units.
         state: State of the weights. Only :meth:`to` changes it.
         children: Units inside this one, in the order of registration.
-        around: Units that this one is inside of, the root first.
+        ends_behind: Index of the last unit that is registered before the last of the unit's modules: often the unit.
         slot: The argument; None if no unshard allocates memory.
         temporary: Whether an unshard allocates memory that a reshard frees.
         quantized: Quantized compute weights, and how they are stored.
@@ -89,6 +89,8 @@ class Unit:
         in_graph: Whether the graph of the backward that runs has a forward of the unit.
         aside: This backward enters the unit at something else than its outputs, and may leave it at any time.
         keeps_weights: Whether the weights stay unsharded from a forward until its backward; by default, the root's do.
+        together: The modules that are the unit, if they are several.
+        to_run: Those of them that the forward has yet to run before it reshards the weights.
         is_offloaded: Whether main weights are in host memory, away from the device of the computation.
         held_by: The passes that hold the unit: the caller has unsharded it for them.
         expected_by: The passes that have prefetched the unit and not used it yet.
@@ -96,10 +98,9 @@ class Unit:
     """
 
     def __init__(self, name: str, groups: list[ParameterGroup], index: int = 0, slot: Slot | None = None) -> None:
-        self.name = name
-        self.is_root = name == ""
+        self.name, self.is_root = name, name == ""
         self.groups = groups
-        self.index = index
+        self.index = self.ends_behind = index
         self.children: list[Unit] = []
         self.around: list[Unit] = []
         self.temporary = any(group.weights.temporary for group in groups)
@@ -112,11 +113,10 @@ class Unit:
         self.unwatched = self.hidden = self.took_part = self.aside = False
         self.reduced = self.complete = self.in_graph = False
         self.keeps_weights, self.is_offloaded = self.is_root, False
-        self.held_by: set[Direction] = set()
-        self.expected_by: set[Direction] = set()
+        self.held_by, self.expected_by = set[Direction](), set[Direction]()
         self.channel = Channel(Log([]))
         self.schedule: Callable[[], Schedule | None] = lambda: None
-        self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._modules, self.together, self.to_run = (weakref.WeakSet[nn.Module]() for _ in range(3))
         self._before: Callable[..., Any] = weak_method(self.pre_forward)
         self._after: Callable[..., Any] = weak_method(self.post_forward)
         self.state = WeightState.SHARDED
@@ -409,11 +409,12 @@ class Unit:
         """Register hooks on the unit's module.
 
         Args:
-            modules: The module. For the root, also the modules inside that contain all parameters, since the user may
-                call any of these nested wrappers.
+            modules: The module, or several. For the root, also the modules inside that contain all parameters, since
+                the user may call any of these nested wrappers.
             schedule: Called by the hooks. It is referred to weakly, because the modules hold the hooks.
         """
         self.schedule, self._modules = weakref.ref(schedule), weakref.WeakSet(modules)
+        self.together = weakref.WeakSet(modules if len(modules) > 1 and not self.is_root else ())
         self._before, self._after = not_compiled(self._before), not_compiled(self._after)
         for module in modules:
             if module._compiled_call_impl is not None:
@@ -482,6 +483,7 @@ class Unit:
         self._depth = max(self._depth - 1, 0)
         if (schedule := self.schedule()) is None or self._depth:
             return None
+        self.to_run.discard(module)
         if output is None:
             explain_write_to_input(self)
         else:
@@ -560,6 +562,7 @@ class Unit:
 
     def abandon(self) -> None:
         """Reshard in any state, and reset the counters of a pass that did not end."""
+        self.to_run.clear()
         # Not ``unwatched``: a second backward of the latest forward depends on it.
         self._depth = self.calls = self.calls_done = self.recomputed = 0
         self.reshard()
