@@ -2,6 +2,7 @@
 
 import types
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -9,10 +10,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from megatron.fsdp import fsdp2
+from megatron.fsdp.fsdp2.custom_collectives import hook_in
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard_model
-from tests.models import STRATEGIES, Block, TinyModel, adamw, batches, device, loss_of, shard_in_place, whole
+from tests.models import DEVICE, STRATEGIES, Block, TinyModel, adamw, batches, device, loss_of, whole
 from tests.ranks import RankPool, on_ranks
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="several ranks over gloo on the CPU")
@@ -203,6 +206,65 @@ def test_classes_for_fsdp2_work_as_with_fsdp2(late: bool) -> None:
     ours, theirs = (_train_with(library, late) for library in (fsdp2, torch_fsdp))
     assert ours[2] == theirs[2] == [3] * 3
     torch.testing.assert_close(ours[:2], theirs[:2], rtol=1e-5, atol=1e-5)
+
+
+def _train_with_hook(library: types.ModuleType, mesh: tuple[int, ...], accumulates: bool) -> tuple[Any, list[int]]:
+    """The weights, and how often the hook was called in each step."""
+    model, calls = _model().to(device()), list[int]()
+    axes = init_device_mesh(DEVICE, mesh, mesh_dim_names=("outer", "inner")[-len(mesh) :])
+    for part in (*model.blocks, model):
+        library.fully_shard(part, mesh=axes)
+
+    def hook(flat: torch.Tensor) -> None:
+        assert flat.dim() == 1
+        flat.clamp_(-0.003, 0.003)  # shows that it gets the mean over all ranks of the sum over micro-batches
+        calls[-1] += 1
+
+    model.blocks[0].set_all_reduce_hook(hook)
+    optimizer = adamw(model.parameters())
+    for step in batches(2, 2 * dist.get_world_size()):
+        calls.append(0)
+        for number, tokens in enumerate(step[dist.get_rank() :: dist.get_world_size()]):
+            model.set_requires_gradient_sync(number == 1 or not accumulates)
+            loss_of(model, tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: value.full_tensor() for name, value in model.state_dict().items()}, calls
+
+
+def _hook_parity(mesh: tuple[int, ...], accumulates: bool) -> None:
+    ours, theirs = (_train_with_hook(library, mesh, accumulates) for library in (fsdp2, torch_fsdp))
+    assert ours[1] == theirs[1] == [1 if accumulates else 2] * 2
+    torch.testing.assert_close(ours[0], theirs[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("mesh", [(2,), (2, 2)])
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_a_hook_of_reduced_gradients_works_as_with_fsdp2(
+    ranks: RankPool, mesh: tuple[int, ...], accumulates: bool
+) -> None:
+    ranks.run(2 * len(mesh), _hook_parity, mesh, accumulates)
+
+
+@on_ranks(1)
+def test_a_stream_for_the_hook_of_a_mesh_of_two_axes_is_refused() -> None:
+    model = fsdp2.fully_shard(nn.Linear(2, 2), mesh=init_device_mesh(DEVICE, (1, 1), mesh_dim_names=("a", "b")))
+    with pytest.raises(ValueError, match="stream cannot be set when using native HSDP"):
+        model.set_all_reduce_hook(print, stream=object())
+
+
+def test_a_hook_runs_in_its_stream_between_the_reduction_and_what_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    class Stream:
+        def wait_stream(self, other: "Stream") -> None:
+            seen.append((self, other))
+
+    current, given = Stream(), Stream()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(seen.append(stream)))
+    hook_in(given, seen.append)(torch.zeros(1))  # type: ignore[arg-type]
+    assert seen == [(given, current), given, torch.zeros(1), (current, given)]
 
 
 @on_ranks(1)

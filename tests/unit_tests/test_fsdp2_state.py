@@ -360,7 +360,6 @@ def test_methods() -> None:
     with pytest.raises(NotImplementedError, match="cannot be copied"):
         copy.deepcopy(model)
     for method in (
-        "set_all_reduce_hook",
         "set_symm_mem_for_comm",
         "set_keep_unsharded_storage",
         "set_manual_backward_finalization",

@@ -32,13 +32,13 @@ class _Axis:
     """One data-parallel axis.
 
     Attributes:
-        group: Its ranks.
+        group: Its ranks. None: all is summed already, and only ``Collectives.reduced`` is called.
         scatters: A rank gets its shard of the sum. Otherwise every rank gets the full sum.
         own: This rank's slice of the buffer that is reduced.
         writer: The tasks that reduce over it.
     """
 
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None
     scatters: bool
     own: slice
     writer: Writer
@@ -116,6 +116,9 @@ class Reduction:
         """
         self.dtypes = dtypes
         self.collectives = collectives or self.collectives
+        if self.collectives.reduced is not None and self.outer is None:
+            # Called once, with the sum of all micro-batches, as the outer axis is reduced over.
+            self.outer = _Axis(None, scatters=False, own=self.inner.own, writer=Writer.TASKS)
         narrower = dtypes.compute.itemsize < dtypes.grad_comm.itemsize
         narrow = narrower and self._may_narrow and self.collectives.sums_wider
         self.sent_dtype = dtypes.compute if narrow else dtypes.grad_comm
@@ -227,7 +230,11 @@ class Reduction:
         """Reduce ``flat``, which is ``given`` or a copy of it, over an axis, and add this rank's slice to ``total``."""
         reduced = self._communicate(flat, axis, total is None)
         is_last = axis is (self.outer or self.inner)
-        total = _sum(total, reduced, self._factor_at(Stage.SUMMED) if is_last else 1.0)
+        factor = self._factor_at(Stage.SUMMED) if is_last else 1.0
+        if is_last and self.collectives.reduced is not None:
+            self.collectives.reduced(reduced.mul_(factor))
+            factor = 1.0
+        total = _sum(total, reduced, factor)
         self._give_back([flat, reduced], but=[total, given])
         return total
 
@@ -239,8 +246,10 @@ class Reduction:
             axis: The axis to reduce over.
             kept: The result will be kept, and must not keep ``flat`` alive.
         """
-        require_group(axis.group)
         dtype, sums_in = self.dtypes.main_grads, self.dtypes.grad_comm
+        if axis.group is None:
+            return self.cast(flat, dtype, axis.writer)
+        require_group(axis.group)
         if not axis.scatters:
             self.collectives.all_reduce(flat, self._op, axis.group)
             return self.cast(flat, dtype, axis.writer)

@@ -39,21 +39,25 @@ class Collectives:
         all_reduce: ``all_reduce(flat, op, group)`` reduces ``flat`` in place.
         sums_wider: ``reduce_scatter`` can also sum into a shard of a wider dtype than what is sent. That shard is no
             part of ``flat``, which must not change.
+        reduced: ``reduced(flat)`` is called with this rank's gradients, flat, once they are reduced over all axes.
     """
 
     all_gather: AllGather
     reduce_scatter: ReduceScatter
     all_reduce: AllReduce
     sums_wider: bool = False
+    reduced: Callable[[torch.Tensor], Any] | None = None
 
     def replaced(
         self,
         all_gather: AllGather | None = None,
         reduce_scatter: ReduceScatter | None = None,
         all_reduce: AllReduce | None = None,
+        reduced: Callable[[torch.Tensor], Any] | None = None,
     ) -> "Collectives":
         """A copy with other operations. None: those of this object."""
         given = {"all_gather": all_gather, "reduce_scatter": reduce_scatter, "all_reduce": all_reduce}
+        given["reduced"] = reduced
         changed: dict[str, Any] = {name: operation for name, operation in given.items() if operation is not None}
         # Gradients are sent in the dtype in which they are summed, unless the operation says that it can sum wider.
         if reduce_scatter is not None:

@@ -4,6 +4,7 @@ An object of these allocates the memory that it communicates in (``allocate``), 
 and is called with it. Shards are copied into that memory and results out of it, as torch does.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -45,6 +46,19 @@ def reduce_scatter_by(comm: Any) -> ReduceScatter:
             shard.mul_(group.size())
 
     return reduce_scatter
+
+
+def hook_in(stream: torch.cuda.Stream, hook: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
+    """Make ``hook`` run in a stream between what the current stream has done and what it does next."""
+
+    def call(flat: torch.Tensor) -> None:
+        current = torch.cuda.current_stream()
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            hook(flat)
+        current.wait_stream(stream)
+
+    return call
 
 
 def _check(method: str, comm: Any) -> None:

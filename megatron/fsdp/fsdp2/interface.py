@@ -49,7 +49,7 @@ from megatron.fsdp.comm.process_groups import require_process_group
 from megatron.fsdp.comm.streams import communication_stream
 from megatron.fsdp.config import parameter_set
 from megatron.fsdp.dtensor.unsupported import NO_COPY, OWNER
-from megatron.fsdp.fsdp2.custom_collectives import all_gather_by, reduce_scatter_by
+from megatron.fsdp.fsdp2.custom_collectives import all_gather_by, hook_in, reduce_scatter_by
 from megatron.fsdp.fsdp2.marked import (
     Mark,
     MarkedModule,
@@ -373,6 +373,21 @@ class FSDPModule(MarkedModule):
         """
         self._use_collectives(reduce_scatter=reduce_scatter_by(comm))
 
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
+        """Call ``hook`` with the reduced gradients of this module's unit, which it may change in place.
+
+        Args:
+            hook: Gets this rank's gradients, flat and divided, in the dtype that they are accumulated in: once in each
+                backward that synchronizes, after the all-reduce of HSDP. On a CPU it runs in the communication thread.
+            stream: CUDA stream to run it in. None: the communication stream.
+
+        Raises:
+            ValueError: ``stream`` is given for a mesh of two axes.
+        """
+        if stream is not None and mark_of(self).index.dense.outer is not None:
+            raise ValueError("stream cannot be set when using native HSDP")  # torch's words
+        self._use_collectives(reduced=hook if stream is None else hook_in(stream, hook))
+
     def _use_collectives(self, **operations: Any) -> None:
         mark = mark_of(self)
         mark.collectives |= operations
@@ -392,9 +407,6 @@ class FSDPModule(MarkedModule):
     set_reduce_scatter_unused_params = _method_without_effect("set_reduce_scatter_unused_params")
     set_reduce_scatter_max_input_buffers = _method_without_effect("set_reduce_scatter_max_input_buffers")
     set_separate_reduce_scatter_group = _method_without_effect("set_separate_reduce_scatter_group")
-    set_all_reduce_hook = _unsupported_method(
-        "set_all_reduce_hook", "there is no hook. Change .grad of the parameters after backward."
-    )
     _BUFFERS = "buffers are registered with NCCL by megatron.fsdp.fully_shard_model(nccl_ub=True)."
     set_allocate_memory_from_process_group_for_comm = _unsupported_method(
         "set_allocate_memory_from_process_group_for_comm", _BUFFERS
