@@ -150,7 +150,7 @@ def _case(path: Path, name: str) -> int:
 def _reason(log: str) -> str:
     """The line with the first error of a rank, and what follows it; or the last line."""
     lines = [line for line in log.splitlines() if line.strip() and not line.startswith(("RuntimeError: Process", "["))]
-    errors = [i for i, line in enumerate(lines) if re.match(r"[\w.]*(Error|MarkedTwice|NotCopied|Unsupported)\b", line)]
+    errors = [i for i, line in enumerate(lines) if re.match(r"[\w.]*(Error|Misused|NotCopied|Unsupported)\b", line)]
     shown = lines[errors[0] : errors[0] + 2] if errors else lines[-1:]
     return " ".join(shown)[:200]
 

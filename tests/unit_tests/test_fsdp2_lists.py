@@ -112,7 +112,7 @@ def test_a_list_is_gathered_and_reduced_once() -> None:
 def test_lists_without_a_module_around_them() -> None:
     model: Any = TinyModel().to(device())
     fsdp2.fully_shard([model.norm, model.head])
-    with pytest.raises(RuntimeError, match="is one unit with other modules: call fully_shard on a module around all"):
+    with pytest.raises(RuntimeError, match="requires a single root module but got a list with a"):
         model.head(torch.ones(1, 13))
     fsdp2.fully_shard(model)(batches(1, 1)[0, 0])
     other: Any = TinyModel()

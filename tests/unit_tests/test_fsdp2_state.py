@@ -328,8 +328,10 @@ def test_arguments() -> None:
     with pytest.raises(NotImplementedError, match="dp_mesh_dims: give the data-parallel axes"):
         fsdp2.fully_shard(model, dp_mesh_dims=fsdp2.DataParallelMeshDims(shard="dp"))
     mesh = init_device_mesh(DEVICE, (2, 1, 1), mesh_dim_names=("a", "b", "c"))
-    with pytest.raises(ValueError, match="mesh: expected one axis, or two with names"):
+    with pytest.raises(ValueError, match="^fully_shard expects a 1D or 2D DeviceMesh but got DeviceMesh"):
         fsdp2.fully_shard(model, mesh=mesh)
+    with pytest.raises(AssertionError, match="^Please init the 2D mesh for HSDP with mesh_dim_names specified"):
+        fsdp2.fully_shard(model, mesh=init_device_mesh(DEVICE, (2, 1)))
     with pytest.raises(ValueError, match="expected None or one of"):
         fsdp2.fully_shard(model, mp_policy=fsdp2.MixedPrecisionPolicy(param_dtype=torch.int8))
     assert type(model) is TinyModel

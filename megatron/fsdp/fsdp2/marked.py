@@ -49,8 +49,11 @@ class MarkedModule(nn.Module):
     join_hook = refuse_join
 
 
-class MarkedTwice(ValueError, AssertionError):
-    """Raised if :func:`fully_shard` is called on a module twice. torch raises an AssertionError."""
+class Misused(ValueError, AssertionError):
+    """Raised if :func:`fully_shard` is called on a module twice, or with a mesh of two axes without names.
+
+    torch raises an AssertionError. These errors have its words.
+    """
 
 
 @dataclass(eq=False)
@@ -132,7 +135,7 @@ def check_module(module: nn.Module, placement: Callable[[nn.Parameter], object] 
     """Raise if :func:`fully_shard` has marked the module, cannot call it, or shards a parameter by other than rows."""
     if isinstance(module, MarkedModule):
         words = "Each distinct composable distributed API can only be applied to a module once."  # torch's
-        raise MarkedTwice(f"fully_shard was called on this {type(module).__name__} before. {words}")
+        raise Misused(f"fully_shard was called on this {type(module).__name__} before. {words}")
     if not isinstance(module, nn.Module) or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         raise ValueError(
             f"fully_shard does not support containers that do not implement forward: expected a module that has one; "
@@ -397,8 +400,8 @@ def _check_apart(root: MarkedModule, inside: set[MarkedModule], mine: set[int]) 
     for other in set(_pending) - {root}:
         if mark_of(other) is mark_of(root) or (other not in inside and mark_of(other) in marks):
             raise RuntimeError(
-                f"A {type(other).__name__} is one unit with other modules: call fully_shard on a module around all of "
-                "them, too, before the first of them runs or its parameters are read."
+                f"FSDP requires a single root module but got a list with a {type(other).__name__}: call fully_shard on "
+                "a module around all of the list, too, before the first of them runs or its parameters are read."
             )
     apart = (place for other in set(_pending) - inside for place in other.named_modules())
     keys = ((f"{name}.{key}".strip("."), p) for name, part in apart for key, p in part._parameters.items())
@@ -445,8 +448,10 @@ def axes_of(mesh: DeviceMesh | None, module: nn.Module) -> tuple[MeshIndex, torc
         index = default_index(device)
     else:
         names = mesh.mesh_dim_names
-        if mesh.ndim > 2 or (mesh.ndim == 2 and not names):
-            raise ValueError(f"mesh: expected one axis, or two with names (outer, inner); got {mesh}.")
+        if mesh.ndim > 2:
+            raise ValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}: replicate and shard.")
+        if mesh.ndim == 2 and not names:
+            raise Misused(f"Please init the 2D mesh for HSDP with mesh_dim_names specified; got {mesh}.")
         device = local_device(mesh.device_type)
         outer = names[0] if names and mesh.ndim == 2 else None
         index = MeshIndex(mesh, names[-1] if names else None, outer)
