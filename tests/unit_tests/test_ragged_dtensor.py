@@ -275,6 +275,11 @@ def test_random_initialization_equals_that_of_the_full_tensor() -> None:
         torch.manual_seed(5)
         initialize(ragged)
         _same(ragged, whole)
+    for draw in (torch.randn_like, torch.rand_like):
+        torch.manual_seed(5)
+        expected = draw(whole, dtype=torch.float64)
+        torch.manual_seed(5)
+        _same(draw(nn.Parameter(ragged), dtype=torch.float64), expected)
 
 
 @on_ranks(4)

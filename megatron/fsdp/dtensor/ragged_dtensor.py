@@ -520,6 +520,8 @@ def _random(func: Any, args: tuple, kwargs: dict) -> Any:
     If the random states of ranks differ, replicas take the values of the first rank of their axis.
     """
     target = args[0]
+    if (draw := {"aten::randn_like": "normal_", "aten::rand_like": "uniform_"}.get(func._schema.name)) is not None:
+        return getattr(torch.empty_like(target, **kwargs), draw)()
     if not isinstance(target, RaggedDTensor) or not func._schema.is_mutable:
         raise Unsupported(func, "random numbers are drawn in place only, such as by torch.empty_like(p).normal_()")
     spec, local = target._spec, target._local_tensor
