@@ -64,7 +64,7 @@ class Skipping(TinyModel):
 
 def _parity(kind: type[TinyModel], lists: str, reshard: bool, tied: bool) -> None:
     start, data = kind(tied=tied).to(device()), batches(3, 4)
-    policy = BF16 if kind is TinyModel else {}  # the reference cannot recompute in another dtype
+    policy = BF16 if kind is TinyModel else {}  # the reference cannot recompute in a different dtype
     ours = train(_build(fsdp2, start, LISTS[lists], policy, reshard_after_forward=reshard), data)
     if kind is not Skipping:
         assert_same(ours, train_unsharded(start, data, policy.get("param_dtype", torch.float32)), tolerance=1e-4)

@@ -310,7 +310,7 @@ def _build_units(
             unit.rescale_gradients(index.size / settings.divisor)
     for part in parts:
         units[part.index].children += [units[child.index] for child in part.children]
-        units[part.index].ends_behind = max([part.index, *(each.index for each in part.earlier)])
+        units[part.index].ends_behind = max(part.index, part.behind.index if part.behind else 0)
     batch = QuantizationBatch()
     for group in (group for place in range(len(parts)) for group in units[place].groups):
         if group.storage is not None:

@@ -73,7 +73,7 @@ class UnitPart:
         params: Its own parameters.
         children: The units inside it.
         modules: All modules that are the unit.
-        earlier: The units that are registered before the last of several modules.
+        behind: The unit that is registered last before the last of several modules.
     """
 
     name: str
@@ -83,7 +83,7 @@ class UnitPart:
     params: list[ShardedParameter] = field(default_factory=list)
     children: list["UnitPart"] = field(default_factory=list)
     modules: list[nn.Module] = field(default_factory=list)
-    earlier: list["UnitPart"] = field(default_factory=list)
+    behind: "UnitPart | None" = None
 
     @property
     def groups(self) -> list[list[ShardedParameter]]:
@@ -490,8 +490,9 @@ def partition(
             found[key] = (*path, path[-1].children[-1])
         elif found[key][:-1] != path:
             raise NotImplementedError(f"{found[key][-1].name} and {name} cannot be one unit: they are in other units.")
-        found[key][-1].modules.append(child)
-        found[key][-1].earlier = list(path[-1].children)
+        part, last = found[key][-1], path[-1].children[-1]
+        part.modules.append(child)
+        part.behind = None if last is part else last
         return found[key]
 
     _find_units(module, "", (root,), path_to, path_of)
