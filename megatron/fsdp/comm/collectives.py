@@ -56,9 +56,9 @@ class Collectives:
         reduced: Callable[[torch.Tensor], Any] | None = None,
     ) -> "Collectives":
         """A copy with other operations. None: those of this object."""
-        given = {"all_gather": all_gather, "reduce_scatter": reduce_scatter, "all_reduce": all_reduce}
+        given: dict[str, Any] = {"all_gather": all_gather, "reduce_scatter": reduce_scatter, "all_reduce": all_reduce}
         given["reduced"] = reduced
-        changed: dict[str, Any] = {name: operation for name, operation in given.items() if operation is not None}
+        changed = {name: operation for name, operation in given.items() if operation is not None}
         # Gradients are sent in the dtype in which they are summed, unless the operation says that it can sum wider.
         if reduce_scatter is not None:
             changed["sums_wider"] = getattr(reduce_scatter, "sums_wider", False)
