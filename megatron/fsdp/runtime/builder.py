@@ -308,11 +308,19 @@ def _build_units(
             unit.keeps_weights = settings.keeps_weights
         if settings.divisor is not None:
             unit.rescale_gradients(index.size / settings.divisor)
-    for part in parts:
-        units[part.index].children += [units[child.index] for child in part.children]
-        units[part.index].ends_behind = max(part.index, part.behind.index if part.behind else 0)
+    _nest(units, parts)
     batch = QuantizationBatch()
     for group in (group for place in range(len(parts)) for group in units[place].groups):
         if group.storage is not None:
             group.quantize_with(batch)
     return [units[place] for place in range(len(parts))]
+
+
+def _nest(units: dict[int, Unit], parts: list[UnitPart]) -> None:
+    """Tell units which others are inside and around them. A part comes before those inside it."""
+    for part in parts:
+        unit = units[part.index]
+        unit.children += [units[child.index] for child in part.children]
+        unit.ends_behind = max(part.index, part.behind.index if part.behind else 0)
+        for child in unit.children:
+            child.around = [*unit.around, unit]
