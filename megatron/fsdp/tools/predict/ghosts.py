@@ -320,7 +320,7 @@ def _made(shape: torch.Tensor, spread: bool, args: tuple) -> torch.Tensor:
 
 
 def _workspace(func: Any, args: tuple) -> torch.Tensor:
-    """What a recurrent layer of CPUs keeps for its backward, on the meta device, whose operator leaves it empty.
+    """The memory of a CPU's recurrent layer for its backward, which the operator on the meta device leaves empty.
 
     Its bytes grow with the steps, the first dimension of ``args[0]``: the operator itself says how many at a few.
     """
