@@ -1,14 +1,17 @@
-"""Several forwards before their backwards, and a model that only evaluates, in inference mode from the start."""
+"""Several forwards before a backward, evaluation alone, in inference mode from the start, and containers as inputs."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from megatron_fsdp import fully_shard_model
 from tests.models import STRATEGIES, Block, Pair, TinyModel, batches, device, loss_of
 from tests.ranks import on_ranks
+from tests.unit_tests import test_same_answer
 
 
 @on_ranks(2)
@@ -40,3 +43,40 @@ def test_model_that_is_sharded_in_inference_mode() -> None:
         torch.testing.assert_close(sharded(tokens), reference(tokens))
     with torch.no_grad():
         torch.testing.assert_close(sharded(tokens), reference(tokens))
+
+
+class Collector(test_same_answer.Block):
+    """A block that adds to a list and a dictionary that it is given."""
+
+    def forward(self, seen: list[torch.Tensor], cache: dict[str, Any]) -> None:
+        seen.append(super().forward(seen[-1]))
+        cache["latest"], cache["count"] = seen[-1].detach(), cache.get("count", 0) + 1
+
+
+class Collecting(test_same_answer.Model):
+    """A model that collects activations in a list, whose first one needs a gradient the second time only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Collector() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        cache: dict[str, Any]
+        for start in (x.tile(1, 2)[:, :8], self.first(x)):
+            seen, cache = [start], {}
+            for block in self.blocks:
+                block(seen, cache=cache)
+            assert seen[0] is start and cache["count"] == len(self.blocks)
+        return self.head(seen[1] + seen[3] - 0.1 * cache["latest"])
+
+
+def _step(side: test_same_answer.Side) -> torch.Tensor:
+    loss = side.model(test_same_answer.batch()).pow(2).mean()
+    loss.backward()
+    side.step()
+    return loss
+
+
+@on_ranks(2)
+def test_a_unit_adds_to_containers_that_it_is_given() -> None:
+    test_same_answer.same(_step, Collecting, ["optim_grads_params", "optim"])

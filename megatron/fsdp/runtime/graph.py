@@ -71,14 +71,48 @@ def watch_inputs(unit: "Unit", args: tuple, kwargs: dict) -> tuple[tuple[tuple, 
     Returns:
         The inputs, and the node that they come from; None for both if no input needs a gradient.
     """
-    values, structure = tree_flatten((args, kwargs))
-    found = [i for i, value in enumerate(values) if isinstance(value, torch.Tensor) and value.requires_grad]
+    values, _ = tree_flatten((args, kwargs))
+    found = {id(value): value for value in values if isinstance(value, torch.Tensor) and value.requires_grad}
     if not found:
         return None, None
-    passed = _EndOfBackward.apply(weakref.ref(unit), *(values[i] for i in found))
-    for i, value in zip(found, passed, strict=True):
-        values[i] = value
-    return tree_unflatten(values, structure), passed[0].grad_fn
+    passed = _EndOfBackward.apply(weakref.ref(unit), *found.values())
+    inputs = _exchange((args, kwargs), dict(zip(found, passed, strict=True)), unit.lent)
+    return inputs, passed[0].grad_fn
+
+
+def _exchange(value: Any, others: dict[int, torch.Tensor], lent: list[tuple[Any, list[Any], list[Any]]]) -> Any:
+    """Put other tensors in place of those with these ids.
+
+    Lists and dictionaries stay the same objects, because the forward may add to them, as to a cache or to activations
+    that are collected. They are appended to ``lent``, with what they hold now and what they held.
+    """
+    if isinstance(value, torch.Tensor):
+        return others.get(id(value), value)
+    children, structure = tree_flatten(value, is_leaf=lambda each: each is not value)
+    if structure.is_leaf():
+        return value
+    changed = [_exchange(child, others, lent) for child in children]
+    if all(new is old for new, old in zip(changed, children, strict=True)):
+        return value
+    if not isinstance(value, (list, dict)):
+        return tree_unflatten(changed, structure)
+    for key, new in zip(_keys(value), changed, strict=True):
+        value[key] = new
+    lent.append((value, changed, children))
+    return value
+
+
+def _keys(value: list | dict) -> list[Any]:
+    return list(value) if isinstance(value, dict) else list(range(len(value)))
+
+
+def give_back_inputs(unit: "Unit") -> None:
+    """After a unit's forward: lists and dictionaries hold the caller's tensors again, and what was added."""
+    for value, changed, children in unit.lent:
+        earlier = {id(new): old for new, old in zip(changed, children, strict=True)}
+        for key in _keys(value):
+            value[key] = earlier.get(id(value[key]), value[key])
+    unit.lent.clear()
 
 
 def explain_write_to_input(unit: "Unit") -> None:

@@ -22,7 +22,13 @@ from megatron.fsdp.helpers.autograd import in_backward, refuse_transforms
 from megatron.fsdp.helpers.labels import profiled
 from megatron.fsdp.helpers.weak import not_compiled, weak_method
 from megatron.fsdp.quantized.storage import Direction, storage_of
-from megatron.fsdp.runtime.graph import explain_write_to_input, tensors_in, watch_inputs, watch_outputs
+from megatron.fsdp.runtime.graph import (
+    explain_write_to_input,
+    give_back_inputs,
+    tensors_in,
+    watch_inputs,
+    watch_outputs,
+)
 
 if TYPE_CHECKING:
     from megatron.fsdp.runtime.schedule import Schedule
@@ -92,6 +98,7 @@ class Unit:
         together: The modules that are the unit, if they are several.
         to_run: Those of them that the forward has yet to run before it reshards the weights.
         is_offloaded: Whether main weights are in host memory, away from the device of the computation.
+        lent: Lists and dictionaries among the inputs of the forward that runs; see :func:`give_back_inputs`.
         held_by: The passes that hold the unit: the caller has unsharded it for them.
         expected_by: The passes that have prefetched the unit and not used it yet.
         channel: Records the unit's collectives for reports about ranks that hang.
@@ -130,6 +137,7 @@ class Unit:
         self._versions: list[int] = []
         self._versions_of_shared: list[tuple[int, int]] = []
         self._end: Any = None
+        self.lent: list[tuple[Any, list[Any], list[Any]]] = []
 
     def __repr__(self) -> str:
         return f"Unit({self.label}, {self.state.value})"
@@ -483,7 +491,7 @@ class Unit:
         self._depth = max(self._depth - 1, 0)
         if (schedule := self.schedule()) is None or self._depth:
             return None
-        self.to_run.discard(module)
+        give_back_inputs(self)
         if output is None:
             explain_write_to_input(self)
         else:
