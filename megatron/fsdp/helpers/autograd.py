@@ -17,9 +17,14 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 
 
 def refuse_transforms(what: str) -> None:
-    """Raise NotImplementedError, which begins with ``what``, inside of ``torch.func`` or ``forward_ad.dual_level``."""
+    """Raise NotImplementedError, which begins with ``what``, inside of torch.func, forward AD or torch.jit.trace."""
     if torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0:
         raise NotImplementedError(
             f"{what}: torch.func (vmap, grad, jvp, jacrev) and forward-mode AD do not work through a sharded model. "
             "Use torch.autograd.grad, torch.autograd.functional.jacobian, or a loop in place of vmap."
+        )
+    if torch.jit.is_tracing():
+        raise NotImplementedError(
+            f"{what}: torch.jit.trace would keep weights as constants. Build an unsharded model, load the full "
+            "weights, which full_tensor() of each value of the state dict gives on all ranks, and trace it."
         )
