@@ -106,8 +106,10 @@ def _keys(value: list | dict) -> list[Any]:
     return list(value) if isinstance(value, dict) else list(range(len(value)))
 
 
-def give_back_inputs(unit: "Unit") -> None:
+def give_back_inputs(unit: "Unit", failed: bool) -> None:
     """After a unit's forward: lists and dictionaries hold the caller's tensors again, and what was added."""
+    if failed:
+        _explain_write_to_input(unit)
     for value, changed, children in unit.lent:
         earlier = {id(new): old for new, old in zip(changed, children, strict=True)}
         for key in _keys(value):
@@ -115,7 +117,7 @@ def give_back_inputs(unit: "Unit") -> None:
     unit.lent.clear()
 
 
-def explain_write_to_input(unit: "Unit") -> None:
+def _explain_write_to_input(unit: "Unit") -> None:
     """Name the unit, and what to write instead, if torch has refused a write to a tensor of :func:`watch_inputs`."""
     error = sys.exc_info()[1]
     if error is not None and _EndOfBackward.__name__ in str(error) and not hasattr(error, "unit"):

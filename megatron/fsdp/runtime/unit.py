@@ -22,13 +22,7 @@ from megatron.fsdp.helpers.autograd import in_backward, refuse_transforms
 from megatron.fsdp.helpers.labels import profiled
 from megatron.fsdp.helpers.weak import not_compiled, weak_method
 from megatron.fsdp.quantized.storage import Direction, storage_of
-from megatron.fsdp.runtime.graph import (
-    explain_write_to_input,
-    give_back_inputs,
-    tensors_in,
-    watch_inputs,
-    watch_outputs,
-)
+from megatron.fsdp.runtime.graph import give_back_inputs, tensors_in, watch_inputs, watch_outputs
 
 if TYPE_CHECKING:
     from megatron.fsdp.runtime.schedule import Schedule
@@ -491,10 +485,8 @@ class Unit:
         self._depth = max(self._depth - 1, 0)
         if (schedule := self.schedule()) is None or self._depth:
             return None
-        give_back_inputs(self)
-        if output is None:
-            explain_write_to_input(self)
-        else:
+        give_back_inputs(self, failed=output is None)
+        if output is not None:
             self.check_not_written()
             if dist.get_debug_level() != dist.DebugLevel.OFF:  # TORCH_DISTRIBUTED_DEBUG, since this is slow
                 self._check_not_kept(module)
