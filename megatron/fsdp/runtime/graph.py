@@ -76,29 +76,30 @@ def watch_inputs(unit: "Unit", args: tuple, kwargs: dict) -> tuple[tuple[tuple, 
     if not found:
         return None, None
     passed = _EndOfBackward.apply(weakref.ref(unit), *found.values())
-    inputs = _exchange((args, kwargs), dict(zip(found, passed, strict=True)), unit.lent)
+    inputs = _exchange((args, kwargs), dict(zip(found, passed, strict=True)), unit.exchanged)
     return inputs, passed[0].grad_fn
 
 
-def _exchange(value: Any, others: dict[int, torch.Tensor], lent: list[tuple[Any, list[Any], list[Any]]]) -> Any:
+def _exchange(value: Any, others: dict[int, torch.Tensor], exchanged: list[tuple[Any, list[Any], list[Any]]]) -> Any:
     """Put other tensors in place of those with these ids.
 
     Lists and dictionaries stay the same objects, because the forward may add to them, as to a cache or to activations
-    that are collected. They are appended to ``lent``, with what they hold now and what they held.
+    that are collected. They are appended to ``exchanged``, with what they hold now and what they held.
     """
     if isinstance(value, torch.Tensor):
         return others.get(id(value), value)
-    children, structure = tree_flatten(value, is_leaf=lambda each: each is not value)
+    top = id(value)  # tree_flatten leaves a cycle of references to is_leaf, which must not keep the inputs alive
+    children, structure = tree_flatten(value, is_leaf=lambda each: id(each) != top)
     if structure.is_leaf():
         return value
-    changed = [_exchange(child, others, lent) for child in children]
+    changed = [_exchange(child, others, exchanged) for child in children]
     if all(new is old for new, old in zip(changed, children, strict=True)):
         return value
     if not isinstance(value, (list, dict)):
         return tree_unflatten(changed, structure)
     for key, new in zip(_keys(value), changed, strict=True):
         value[key] = new
-    lent.append((value, changed, children))
+    exchanged.append((value, changed, children))
     return value
 
 
@@ -110,11 +111,11 @@ def give_back_inputs(unit: "Unit", failed: bool) -> None:
     """After a unit's forward: lists and dictionaries hold the caller's tensors again, and what was added."""
     if failed:
         _explain_write_to_input(unit)
-    for value, changed, children in unit.lent:
+    for value, changed, children in unit.exchanged:
         earlier = {id(new): old for new, old in zip(changed, children, strict=True)}
         for key in _keys(value):
             value[key] = earlier.get(id(value[key]), value[key])
-    unit.lent.clear()
+    unit.exchanged.clear()
 
 
 def _explain_write_to_input(unit: "Unit") -> None:

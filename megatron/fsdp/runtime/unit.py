@@ -92,7 +92,7 @@ class Unit:
         together: The modules that are the unit, if they are several.
         to_run: Those of them that the forward has yet to run before it reshards the weights.
         is_offloaded: Whether main weights are in host memory, away from the device of the computation.
-        lent: Lists and dictionaries among the inputs of the forward that runs; see :func:`give_back_inputs`.
+        exchanged: Lists and dictionaries among the inputs of the forward that runs; see :func:`give_back_inputs`.
         held_by: The passes that hold the unit: the caller has unsharded it for them.
         expected_by: The passes that have prefetched the unit and not used it yet.
         channel: Records the unit's collectives for reports about ranks that hang.
@@ -131,7 +131,7 @@ class Unit:
         self._versions: list[int] = []
         self._versions_of_shared: list[tuple[int, int]] = []
         self._end: Any = None
-        self.lent: list[tuple[Any, list[Any], list[Any]]] = []
+        self.exchanged: list[tuple[Any, list[Any], list[Any]]] = []
 
     def __repr__(self) -> str:
         return f"Unit({self.label}, {self.state.value})"
