@@ -95,6 +95,35 @@ def test_methods_of_the_model_through_the_wrapper(ranks: RankPool, tmp_path: Pat
     assert loaded.generate(prompt, max_new_tokens=5, do_sample=False).tolist() == words
 
 
+class _OwnFiles(nn.Sequential):
+    """Saves each layer to a file of its own, as sentence-transformers and diffusers do."""
+
+    def save_pretrained(self, folder: str, runs: bool = False) -> None:
+        if runs:
+            self[0](torch.ones(1, 4))
+        for name, layer in self.named_children():
+            torch.save(layer.state_dict(), f"{folder}/{name}.pt")
+
+
+def _save_own_files(folder: str) -> dict[str, torch.Tensor]:
+    from megatron_fsdp import fully_shard_model
+
+    model = _OwnFiles(nn.Linear(4, 4), nn.Linear(4, 4)).to(DEVICE)
+    expected = {name: value.clone().cpu() for name, value in model.state_dict().items()}
+    sharded = fully_shard_model(model, fsdp_unit_modules=[nn.Linear])
+    with pytest.raises(RuntimeError, match="has called Linear.*Rank 0 saves alone"):
+        sharded.save_pretrained(folder, runs=True)
+    sharded.save_pretrained(folder)
+    assert sharded(torch.ones(1, 4, device=DEVICE)).shape == (1, 4)
+    return expected
+
+
+def test_classes_that_save_files_of_their_own(ranks: RankPool, tmp_path: Path) -> None:
+    expected = ranks.run(2, _save_own_files, str(tmp_path))[0]
+    found = {f"{n}.{key}": value for n in "01" for key, value in torch.load(tmp_path / f"{n}.pt").items()}
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+
+
 def _statistics_in_a_checkpoint(folder: str) -> list[str]:
     from safetensors.torch import load_file
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper

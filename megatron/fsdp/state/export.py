@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.utils.stateless import _reparametrize_module
 
 from megatron.fsdp.buffers.parameter import ShardedParameter
 from megatron.fsdp.checkpoint.coordination import agreed
@@ -154,7 +155,9 @@ def adapt_pretrained(model: ShardedModel) -> None:
         method = getattr(model.module, name, None)
         if inspect.ismethod(method):
             itself: Any = weakref.proxy(model)
-            saving = functools.partial(_save_pretrained, itself, weak_method(method))
+            takes_state = hasattr(model.module, "peft_config") or "state_dict" in inspect.signature(method).parameters
+            save = _save_pretrained if takes_state else _save_as_its_class_does
+            saving = functools.partial(save, itself, weak_method(method))
             other = functools.partial(_call, f"{name}: {remedy}", weak_method(method))
             setattr(model.module, name, other if remedy else saving)
 
@@ -171,6 +174,32 @@ def _save_pretrained(
     options["state_dict"] = {name: tensor for name, tensor in _full_tensors(model, None) if first}
     given = {"is_main_process": first, **options}
     agreed(functools.partial(method, save_directory, **given), "save_pretrained: ")
+
+
+def _save_as_its_class_does(model: ShardedModel, method: Callable[..., Any], *args: Any, **options: Any) -> None:
+    """``save_pretrained`` of a class with files of its own, such as a SentenceTransformer's. A collective."""
+    first = dist.get_rank() == 0
+    whole = {name: tensor for name, tensor in _full_tensors(model, None) if first}
+    # Its forward would wait for the other ranks.
+    hooks = [each.register_forward_pre_hook(_refuse_forward, prepend=True) for each in model.module.modules() if first]
+
+    def save() -> None:
+        if first:
+            with _reparametrize_module(model.module, whole, tie_weights=True):
+                method(*args, **options)
+
+    try:
+        agreed(save, "save_pretrained: ")
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _refuse_forward(module: nn.Module, inputs: Any) -> None:
+    raise RuntimeError(
+        f"save_pretrained() has called {type(module).__name__}, as for examples on a model card. Rank 0 saves alone, "
+        "and cannot run a sharded model: give the option that leaves this out, or run it before."
+    )
 
 
 def _call(message: str, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
