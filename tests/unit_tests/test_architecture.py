@@ -30,7 +30,7 @@ BUDGETS = {
     "megatron/fsdp/convert": 3_952,
     "megatron/fsdp/dtensor": 1_110,
     "megatron/fsdp/fsdp2": 705,
-    "megatron/fsdp/helpers": 358,
+    "megatron/fsdp/helpers": 363,
     "megatron/fsdp/init": 451,
     "megatron/fsdp/integrations": 561,
     "megatron/fsdp/mcore": 2_613,
@@ -39,13 +39,13 @@ BUDGETS = {
     "megatron/fsdp/optim": 1_087,
     "megatron/fsdp/quantized": 299,
     "megatron/fsdp/quantized/reference": 389,
-    "megatron/fsdp/runtime": 2_696,
+    "megatron/fsdp/runtime": 2_722,
     "megatron/fsdp/sharding": 695,
-    "megatron/fsdp/state": 704,
+    "megatron/fsdp/state": 725,
     "megatron/fsdp/tools": 3_149,
     "megatron/fsdp/tools/predict": 1_876,
     "megatron_fsdp": 149,
-    "tests": 41_753,
+    "tests": 41_800,
 }
 
 # Phrases, as regular expressions, and the word that people of this field search for. A line may end at a space.
