@@ -70,7 +70,11 @@ def load(side: Side, assign: bool, alike: bool, in_place: bool) -> None:
         # Ranks that are not the first have nothing.
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=not side.plain)
         set_model_state_dict(side.model, copy.deepcopy(state["model"]), options=options)
-    elif kind != "dcp" or side.plain or not in_place:
+    elif kind == "dcp" and in_place:
+        # A write to shards counts as one through .data, which autograd does not see.
+        for name, value in side.model.state_dict().items() if side.plain else ():
+            value.data.copy_(state["model"][name])
+    else:
         side.model.load_state_dict(copy.deepcopy(state["model"]), assign=assign and not side.plain)
     if "optimizer" in state:
         side.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
