@@ -317,10 +317,8 @@ def _build_units(
 
 
 def _nest(units: dict[int, Unit], parts: list[UnitPart]) -> None:
-    """Tell units which others are inside and around them. A part comes before those inside it."""
+    """Tell units which others are inside them, and behind which they end."""
     for part in parts:
         unit = units[part.index]
         unit.children += [units[child.index] for child in part.children]
         unit.ends_behind = max(part.index, part.behind.index if part.behind else 0)
-        for child in unit.children:
-            child.around = [*unit.around, unit]

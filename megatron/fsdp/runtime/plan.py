@@ -214,6 +214,7 @@ class Plans:
         backward: Plan of the backward, of the one that runs if that gathers more units than usual.
         recording: The pass that runs is to be recorded.
         exchange: The argument.
+        around: By index, the units that a unit is inside of, the root first.
         orders_differ: Ranks have run units in orders that cannot be merged.
         unusual: The backward that is recorded has entered units at something else than their outputs.
     """
@@ -221,11 +222,11 @@ class Plans:
     def __init__(self, units: list[Unit], distance: int, exchange: Callable[[list[int]], list[list[int]]]) -> None:
         self._units = units
         self._distance = distance
-        # Of each unit and of those around it. A unit comes after the one around it.
-        self._slots = {0: [units[0].slot] if units[0].slot else []}
-        for unit in units:
-            slots = self._slots[unit.index]
-            self._slots |= {child.index: [*slots, child.slot] if child.slot else slots for child in unit.children}
+        self.around: dict[int, list[Unit]] = {0: []}
+        for unit in units:  # one comes after those around it
+            self.around |= {child.index: [*self.around[unit.index], unit] for child in unit.children}
+        # Of each unit and of those around it.
+        self._slots = {unit.index: {each.slot for each in (*self.around[unit.index], unit)} - {None} for unit in units}
         self.exchange = exchange
         self.forward = Plan([Op(OpKind.UNSHARD, unit.index) for unit in units])
         self.backward = self._usual = self._guessed_backward()

@@ -317,7 +317,7 @@ class Schedule:
                 self._inner.append(unit)
             return
         self._begin_backward()
-        for each in unit.around if not self._in_order else ():
+        for each in self.plans.around[unit.index] if not self._in_order else ():
             # Hooks come to a unit before those around it whose output is its own, or no tensor; perhaps on one rank.
             op = Op(OpKind.UNSHARD, each.index)
             if each.state in (WeightState.SHARDED, WeightState.UNSHARDING) and self.plans.backward.lies_ahead(op):

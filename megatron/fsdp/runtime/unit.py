@@ -103,7 +103,6 @@ class Unit:
         self.groups = groups
         self.index = self.ends_behind = index
         self.children: list[Unit] = []
-        self.around: list[Unit] = []
         self.temporary = any(group.weights.temporary for group in groups)
         quantized = [(group.storage, [param.compute for param in group.params]) for group in groups]
         self.quantized = [(storage, params) for storage, params in quantized if storage is not None]
