@@ -15,6 +15,16 @@ FOUND: dict[str, Program] = {
         Setting(strategy=0, units="fine", features=Features(extra="attention")),
         [step("apart", orders=((0, 1), ())), step("backward", sync=True)],
     ),
+    # A block that is called again after the forward is the last of its plan; a rank that skips it did not reshard it.
+    "block_after_its_model": Program(
+        Setting(units="nested", overlap=False),
+        [
+            step("auxiliary", index=1, together=True),
+            step("part"),
+            step("backward"),
+            step("apart", orders=((0, 1), ())),
+        ],
+    ),
     # A backward of what a hook has captured in a unit.
     "captured_loss": Program(Setting(), [step("captured", index=0, after="nothing")]),
     # The first backward is one of a captured loss, which has an order of its own; then ranks run other blocks.

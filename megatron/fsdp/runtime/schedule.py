@@ -55,8 +55,7 @@ class Schedule:
         self.plans = Plans(units, config.max_unsharded_units - 1 if self._prefetches else 0, context.exchange)
         self.passes = Pass()
         self.reducing: deque[Unit] = deque()
-        # Units whose reduction waits for the end of backward, because ranks may not run it at the same place.
-        self._late: list[int] = []
+        self._late: list[int] = []  # units; see :meth:`_reduce_late`
         self._reducing_shards: deque[Unit] = deque()
         self.refresh_weights = config.cuda_graph_mode
         self._keeps = self._has_skipped = self._in_order = False
@@ -104,8 +103,7 @@ class Schedule:
         """Reshard every unit, in any state."""
         if self.passes.state is not PassState.NO_BACKWARD:
             logger.warning(
-                "FSDP: the last backward did not end. Its gradients are dropped, and with them those of earlier "
-                "micro-batches that were not synchronized yet."
+                "FSDP: the last backward did not end. Its gradients and earlier ones that wait for others are dropped."
             )
             self.abandon_gradients()
         for unit in self.units:
@@ -290,7 +288,7 @@ class Schedule:
         """Reshard a unit that a forward has used, or keep it for its other modules or for the backward."""
         if (keeps and unit.keeps_weights) or unit.to_run:
             unit.to(WeightState.UNSHARDED)
-        elif keeps and (self.passes.in_backward or self._is_last(unit)):
+        elif keeps and (self.passes.in_backward or self._is_last(unit, self.plans.forward.done)):
             # Backward begins with the last unit of forward: keep it instead of unsharding it again.
             unit.to(WeightState.UNSHARDED)
             self.passes.kept = unit
@@ -298,9 +296,11 @@ class Schedule:
         else:
             unit.reshard(keep=self._keeps and not self.passes.in_backward)
 
-    def _is_last(self, unit: Unit) -> bool:
-        """Whether a forward ends with this unit, and backward reads the same weights."""
-        return self.plans.forward.requested[-1].unit_index == unit.index and not unit.is_directional
+    def _is_last(self, unit: Unit, done: int) -> bool:
+        """Whether a forward ends with this unit, after ``done`` operations, and backward reads the same weights."""
+        plan = self.plans.forward
+        runs_again = done < len(plan.requested) and len(plan.requested) - 1 in plan.repeated
+        return plan.requested[-1].unit_index == unit.index and not (unit.is_directional or runs_again)
 
     def before_inner_forward(self, unit: Unit) -> None:
         """Handle the forward of a module inside a unit, which may be recomputed in the unit's backward."""
@@ -518,7 +518,7 @@ class Schedule:
             # It stays unsharded as on the ranks that run it now, or until its backward comes later than on these.
             if later or (in_forward and unit.keeps_weights) or (unit.together and plan is self.plans.forward):
                 unit.to(WeightState.UNSHARDED)
-            elif in_forward and self._is_last(unit) and not self.in_callers_forward:
+            elif in_forward and self._is_last(unit, index + 1) and not self.in_callers_forward:
                 unit.to(WeightState.UNSHARDED)
                 self.passes.kept = unit
             else:
