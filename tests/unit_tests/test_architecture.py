@@ -24,7 +24,7 @@ OPTIONAL = {"state/export.py": {"safetensors"}, "quantized/torchao.py": {"torcha
 BUDGETS = {
     "megatron/fsdp": 423,
     "megatron/fsdp/api": 583,
-    "megatron/fsdp/buffers": 1_542,
+    "megatron/fsdp/buffers": 1_547,
     "megatron/fsdp/checkpoint": 2_469,
     "megatron/fsdp/comm": 1_144,
     "megatron/fsdp/convert": 3_952,
@@ -39,13 +39,13 @@ BUDGETS = {
     "megatron/fsdp/optim": 1_087,
     "megatron/fsdp/quantized": 299,
     "megatron/fsdp/quantized/reference": 389,
-    "megatron/fsdp/runtime": 2_720,
+    "megatron/fsdp/runtime": 2_721,
     "megatron/fsdp/sharding": 695,
     "megatron/fsdp/state": 725,
     "megatron/fsdp/tools": 3_149,
     "megatron/fsdp/tools/predict": 1_876,
     "megatron_fsdp": 149,
-    "tests": 41_803,
+    "tests": 41_812,
 }
 
 # Phrases, as regular expressions, and the word that people of this field search for. A line may end at a space.
