@@ -99,9 +99,10 @@ def test_a_step_with_experts(dispatcher: str) -> None:
 
 def test_a_step_with_grouped_experts() -> None:
     """One matmul of all experts takes less time than one for each, and as much memory, also for many ranks."""
-    words = [*WORDS, "--bf16", "--disable-bias-linear", "--num-experts", "256", "--expert-model-parallel-size", "64"]
+    words = [*WORDS, *"--global-batch-size 64 --num-experts 256 --expert-model-parallel-size 64 --bf16".split()]
     alone, grouped = (
-        doctor("--gpu", "h100", *words, *more, world_size=64)["step"] for more in ([], ["--moe-grouped-gemm"])
+        doctor("--gpu", "h100", *words, "--disable-bias-linear", *more, world_size=64)["step"]
+        for more in ([], ["--moe-grouped-gemm"])
     )
     assert grouped["seconds"] < alone["seconds"]
     assert grouped["peak"]["activations"] == pytest.approx(alone["peak"]["activations"], rel=0.05)
