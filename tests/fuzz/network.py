@@ -22,7 +22,9 @@ class Features(NamedTuple):
     reentrant: bool = False
     dropout: bool = False
     batchnorm: bool = False
-    returns: str = "tensor"  # "object", "iterator": what holds a block's output; "inner": its last layer's output itself
+    returns: str = (
+        "tensor"  # "object", "iterator": what holds a block's output; "inner": its last layer's output itself
+    )
     forces: str = "no"  # the forward adds gradients of its results, which are a part of the "graph" or not
     saved: str = "no"  # tensors that autograd saves are copied, by torch's save_on_cpu or by hooks
     embedded: bool = False  # a unit sees the batch before each block, as the embedding of later tokens does

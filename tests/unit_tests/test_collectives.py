@@ -15,7 +15,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from megatron.fsdp import fsdp2
 from megatron.fsdp.fsdp2.custom_collectives import hook_in
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard_model
-from tests.models import DEVICE, STRATEGIES, Block, TinyModel, adamw, batches, device, loss_of, whole
+from tests.models import (
+    DEVICE,
+    STRATEGIES,
+    Block,
+    TinyModel,
+    adamw,
+    batches,
+    device,
+    loss_of,
+    shard_in_place,
+    whole,
+)
 from tests.ranks import RankPool, on_ranks
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="several ranks over gloo on the CPU")

@@ -76,8 +76,10 @@ def watch_inputs(unit: "Unit", args: tuple, kwargs: dict) -> tuple[tuple[tuple, 
     if not found:
         return None, None
     passed = _EndOfBackward.apply(weakref.ref(unit), *found.values())
-    inputs = _exchange((args, kwargs), dict(zip(found, passed, strict=True)), unit.exchanged)
-    return inputs, passed[0].grad_fn
+    others = dict(zip(found, passed, strict=True))
+    given = tuple(_exchange(each, others, unit.exchanged) for each in args)
+    named = {name: _exchange(each, others, unit.exchanged) for name, each in kwargs.items()}
+    return (given, named), passed[0].grad_fn
 
 
 def _exchange(value: Any, others: dict[int, torch.Tensor], exchanged: list[tuple[Any, list[Any], list[Any]]]) -> Any:
@@ -86,7 +88,7 @@ def _exchange(value: Any, others: dict[int, torch.Tensor], exchanged: list[tuple
     Lists and dictionaries stay the same objects, because the forward may add to them, as to a cache or to activations
     that are collected. They are appended to ``exchanged``, with what they hold now and what they held.
     """
-    if isinstance(value, torch.Tensor):
+    if value is None or isinstance(value, torch.Tensor):
         return others.get(id(value), value)
     top = id(value)  # tree_flatten leaves a cycle of references to is_leaf, which must not keep the inputs alive
     children, structure = tree_flatten(value, is_leaf=lambda each: id(each) != top)

@@ -89,7 +89,7 @@ class Unit:
         in_graph: Whether the graph of the backward that runs has a forward of the unit.
         aside: This backward enters the unit at something else than its outputs, and may leave it at any time.
         keeps_weights: Whether the weights stay unsharded from a forward until its backward; by default, the root's do.
-        together: The modules that are the unit, if they are several.
+        together: Ids of the modules that are the unit, if they are several.
         to_run: Those of them that the forward has yet to run before it reshards the weights.
         is_offloaded: Whether main weights are in host memory, away from the device of the computation.
         exchanged: Lists and dictionaries among the inputs of the forward that runs; see :func:`give_back_inputs`.
@@ -116,12 +116,11 @@ class Unit:
         self.held_by, self.expected_by = set[Direction](), set[Direction]()
         self.channel = Channel(Log([]))
         self.schedule: Callable[[], Schedule | None] = lambda: None
-        self._modules, self.together, self.to_run = (weakref.WeakSet[nn.Module]() for _ in range(3))
-        self._before: Callable[..., Any] = weak_method(self.pre_forward)
-        self._after: Callable[..., Any] = weak_method(self.post_forward)
+        self._modules = weakref.WeakSet[nn.Module]()
+        self.together, self.to_run = frozenset[int](), set[int]()
+        self._before, self._after = weak_method(self.pre_forward), weak_method(self.post_forward)
         self.state = WeightState.SHARDED
-        self._shows_compute = False
-        self._depth = 0
+        self._shows_compute, self._depth = False, 0
         # See [Note: versions of compute weights].
         plain = [group for group in groups if group.storage is None]
         apart = [g for g in plain if g.weights.temporary or g.weights.main_is_apart]
@@ -410,12 +409,11 @@ class Unit:
         """Register hooks on the unit's module.
 
         Args:
-            modules: The module, or several. For the root, also the modules inside that contain all parameters, since
-                the user may call any of these nested wrappers.
+            modules: The module, or several. Of the root, also those inside with all parameters, which users may call.
             schedule: Called by the hooks. It is referred to weakly, because the modules hold the hooks.
         """
         self.schedule, self._modules = weakref.ref(schedule), weakref.WeakSet(modules)
-        self.together = weakref.WeakSet(modules if len(modules) > 1 and not self.is_root else ())
+        self.together = frozenset(map(id, modules if len(modules) > 1 and not self.is_root else ()))
         self._before, self._after = not_compiled(self._before), not_compiled(self._after)
         for module in modules:
             if module._compiled_call_impl is not None:
@@ -484,6 +482,7 @@ class Unit:
         self._depth = max(self._depth - 1, 0)
         if (schedule := self.schedule()) is None or self._depth:
             return None
+        self.to_run.discard(id(module))
         give_back_inputs(self, failed=output is None)
         if output is not None:
             self.check_not_written()
