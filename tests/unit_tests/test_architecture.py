@@ -24,7 +24,7 @@ OPTIONAL = {"state/export.py": {"safetensors"}, "quantized/torchao.py": {"torcha
 BUDGETS = {
     "megatron/fsdp": 423,
     "megatron/fsdp/api": 583,
-    "megatron/fsdp/buffers": 1_547,
+    "megatron/fsdp/buffers": 1_542,
     "megatron/fsdp/checkpoint": 2_469,
     "megatron/fsdp/comm": 1_144,
     "megatron/fsdp/convert": 3_952,
@@ -45,7 +45,7 @@ BUDGETS = {
     "megatron/fsdp/tools": 3_149,
     "megatron/fsdp/tools/predict": 1_876,
     "megatron_fsdp": 149,
-    "tests": 41_812,
+    "tests": 41_813,
 }
 
 # Phrases, as regular expressions, and the word that people of this field search for. A line may end at a space.

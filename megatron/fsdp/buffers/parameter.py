@@ -363,21 +363,12 @@ class ShardedParameter:
     # Gradients -------------------------------------------------------------------------------------------------
 
     def take_gradient(self) -> torch.Tensor | None:
-        """Remove this micro-batch's gradient from the parameter and return it in its local shape; None without one.
-
-        Raises:
-            RuntimeError: The gradient has a graph, which its reduction over the ranks would lose.
-        """
+        """Remove this micro-batch's gradient from the parameter and return it in its local shape; None without one."""
         grad, self.compute.grad = self.compute.grad, None
         if self.fused:
             grad = self._take_fused(grad)
         if grad is not None and grad.requires_grad:
-            raise RuntimeError(
-                f"backward(create_graph=True): {self.name}.grad is reduced over the ranks and has no graph, so "
-                "gradients of it would be lost. Leave out create_graph=True, or differentiate by full tensors: "
-                "torch.func.functional_call(module, {name: p.full_tensor() for name, p in "
-                "module.named_parameters()}, batch)."
-            )
+            grad = grad.detach()  # of backward(create_graph=True), or of delayed weight gradients, which need none
         if grad is not None and grad.is_sparse:
             grad = grad.to_dense()
         if isinstance(grad, DTensor):
