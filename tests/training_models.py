@@ -200,8 +200,8 @@ class Inside(Block):
 class Recomputing(TinyModel):
     """Recomputes its blocks one by one, two by two, or the modules inside them."""
 
-    def __init__(self, reentrant: bool, what: str) -> None:
-        super().__init__(depth=4)
+    def __init__(self, reentrant: bool = False, what: str = "units", tied: bool = False) -> None:
+        super().__init__(depth=4, tied=tied)
         self.reentrant, self.what = reentrant, what
         if what == "inside":
             self.blocks = nn.ModuleList(Inside(13) for _ in range(4))

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.checkpoint import checkpoint
 
 from megatron.fsdp import fsdp2
 from megatron_fsdp import fully_shard, fully_shard_model
 from tests.models import STRATEGIES, Block, Pair, TinyModel, adamw, assert_same_gradients, batches, device, loss_of
 from tests.ranks import RankPool, on_ranks
+from tests.training_models import Recomputing
 
 
 class Graphs:
@@ -118,18 +118,6 @@ def test_compiled_after_sharding(ranks: RankPool, way: str) -> None:
     ranks.run(2, _train, "optim_grads_params", way, "eager", False)
 
 
-class Recomputing(TinyModel):
-    """Recomputes its blocks in backward."""
-
-    reentrant = False
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=self.reentrant)
-        return self.head(self.norm(x))
-
-
 def _same_gradients(model: TinyModel, compile_all: bool) -> None:
     """Gradients with and without compiling, evaluation in between, and no graph made again when all is repeated."""
     with _fresh_compiler():
@@ -156,9 +144,7 @@ def _same_gradients(model: TinyModel, compile_all: bool) -> None:
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_compiled_units_that_are_recomputed(reentrant: bool) -> None:
     torch.manual_seed(3)
-    model = Recomputing().to(device())
-    model.reentrant = reentrant
-    _same_gradients(model, compile_all=False)
+    _same_gradients(Recomputing(reentrant).to(device()), compile_all=False)
 
 
 @on_ranks(2)

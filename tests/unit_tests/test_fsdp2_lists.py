@@ -2,13 +2,13 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from megatron.fsdp import fsdp2
 from megatron.fsdp.fsdp2.marked import model_of
@@ -16,6 +16,7 @@ from megatron.fsdp.runtime.unit import WeightState
 from tests.exchanges import seen
 from tests.models import TinyModel, batches, device, loss_of
 from tests.ranks import RankPool, on_ranks
+from tests.training_models import Recomputing
 from tests.unit_tests.test_fsdp2 import BF16, FSDP2, assert_same, train, train_unsharded
 
 Lists = Callable[[Any], list[list[nn.Module]]]
@@ -33,24 +34,6 @@ def _build(library: Any, start: nn.Module, lists: Lists, policy: dict | None = N
     return library.fully_shard(model, mp_policy=library.MixedPrecisionPolicy(**policy or {}))
 
 
-class Recomputing(TinyModel):
-    """It recomputes its blocks in backward."""
-
-    reentrant = False
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=self.reentrant)
-        return self.head(self.norm(x))
-
-
-class Reentrant(Recomputing):
-    """It recomputes them in a backward of their own."""
-
-    reentrant = True
-
-
 class Skipping(TinyModel):
     """Every rank leaves out another block."""
 
@@ -62,7 +45,7 @@ class Skipping(TinyModel):
         return self.head(self.norm(x))
 
 
-def _parity(kind: type[TinyModel], lists: str, reshard: bool, tied: bool) -> None:
+def _parity(kind: Callable[..., TinyModel], lists: str, reshard: bool, tied: bool) -> None:
     start, data = kind(tied=tied).to(device()), batches(3, 4)
     policy = BF16 if kind is TinyModel else {}  # the reference cannot recompute in a different dtype
     ours = train(_build(fsdp2, start, LISTS[lists], policy, reshard_after_forward=reshard), data)
@@ -79,10 +62,12 @@ def test_trains_as_torch_and_as_unsharded(ranks: RankPool, lists: str, reshard: 
     ranks.run(2, _parity, TinyModel, lists, reshard, tied)
 
 
-@pytest.mark.parametrize("kind", [Recomputing, Reentrant, Skipping])
+@pytest.mark.parametrize(
+    "kind", [Recomputing, partial(Recomputing, True), Skipping], ids=["plain", "reentrant", "skips"]
+)
 @pytest.mark.parametrize("lists", ["pairs", "around"])
 @pytest.mark.parametrize("reshard", [True, False])
-def test_recomputed_and_skipped(ranks: RankPool, kind: type[TinyModel], lists: str, reshard: bool) -> None:
+def test_recomputed_and_skipped(ranks: RankPool, kind: Callable[..., TinyModel], lists: str, reshard: bool) -> None:
     ranks.run(2, _parity, kind, lists, reshard, False)
 
 

@@ -318,9 +318,9 @@ class Schedule:
             return
         self._begin_backward()
         for each in self.plans.around[unit.index] if not self._in_order else ():
-            # Hooks come to a unit before those around it whose output is its own, or no tensor; perhaps on one rank.
-            op = Op(OpKind.UNSHARD, each.index)
-            if each.state in (WeightState.SHARDED, WeightState.UNSHARDING) and self.plans.backward.lies_ahead(op):
+            # Hooks on a unit run before those on units around it that return its output or no tensor; not on all ranks.
+            waits = each.state in (WeightState.SHARDED, WeightState.UNSHARDING)
+            if waits and self.plans.backward.lies_ahead(op := Op(OpKind.UNSHARD, each.index)):
                 self._advance_to(self.plans.backward, op)
                 each.to(WeightState.UNSHARDED)
         unit.took_part = True

@@ -369,12 +369,17 @@ class _Run:
         plain = first.linear_fc1.bias is None and module.tp_group.size() == 1
         if not (self._grouped and plain and count > 1):
             return compute(module, tokens, counts, probs)
-        with ExitStack() as replaced:
-            for name in ("linear_fc1", "linear_fc2"):
-                weights = [getattr(expert, name).weight for expert in module.local_experts]
-                grouped = functools.partial(_Grouped.apply, self._recorder.entries)
-                forward = lambda x, *_, grouped=grouped, weights=weights: (grouped(x, *weights), None)  # noqa: E731
-                replaced.enter_context(mock.patch.object(getattr(first, name), "forward", forward))
+
+        def grouped(layers: list[Any]) -> Any:
+            weights = [layer.weight for layer in layers]
+
+            def forward(x: torch.Tensor, *unused: Any) -> tuple[torch.Tensor, None]:
+                return _Grouped.apply(self._recorder.entries, x, *weights), None
+
+            return mock.patch.object(layers[0], "forward", forward)
+
+        experts = module.local_experts
+        with grouped([each.linear_fc1 for each in experts]), grouped([each.linear_fc2 for each in experts]):
             return first(tokens, probs)
 
     # The result ---------------------------------------------------------------------------------------------------
