@@ -43,9 +43,9 @@ BUDGETS = {
     "megatron/fsdp/sharding": 695,
     "megatron/fsdp/state": 725,
     "megatron/fsdp/tools": 3_149,
-    "megatron/fsdp/tools/predict": 1_876,
+    "megatron/fsdp/tools/predict": 1_877,
     "megatron_fsdp": 149,
-    "tests": 41_813,
+    "tests": 41_820,
 }
 
 # Phrases, as regular expressions, and the word that people of this field search for. A line may end at a space.
