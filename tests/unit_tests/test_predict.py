@@ -294,7 +294,8 @@ def test_empty_tensors_take_no_time() -> None:
 def test_recurrent_layers_keep_memory_for_the_backward(steps: int) -> None:
     def kept() -> int:
         weights = [torch.zeros(32, 8), torch.zeros(32, 8), torch.zeros(32), torch.zeros(32)]
-        state, settings = torch.zeros(4, 8), (False, [], 2, 8, 1, True, False, False, True)
+        state = torch.zeros(4, 8)
+        settings: tuple[Any, ...] = (False, [], 2, 8, 1, True, False, False, True)
         made = torch.ops.aten.mkldnn_rnn_layer(torch.zeros(steps, 4, 8), *weights, state, state, *settings)
         return int(made[3].nbytes)
 
