@@ -4,7 +4,7 @@ import dataclasses
 import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -165,6 +165,7 @@ def run_backward(original: Callable[..., Any], outputs: Sequence[Any], *args: An
     edges = [_edge(output) for output in outputs]
     passed: set[Unit] = set()
     entered = {} if in_backward() else _entered_aside(edges, passed)
+    _refuse_graph_of_gradients(passed if args[2] and kwargs.get("accumulate_grad") and not args[3] else ())
 
     def enter(*unused: Any) -> None:
         while entered:
@@ -215,6 +216,11 @@ def _in_graph(units: "set[Unit]") -> Iterator[None]:
             unit.in_graph = False
 
 
+_BY_FULL_TENSORS = (
+    "For gradients of gradients (create_graph, MAML), compute with torch.func.functional_call(module, {name: "
+    "p.full_tensor() for name, p in module.named_parameters()}, batch), and differentiate by these full tensors. "
+    "module is what was sharded, not its wrapper."
+)
 _MODIFIED = (
     "FSDP: if this is a weight of a sharded model, it was changed after the forward, by the optimizer or in place; or "
     "backward was not started by backward() or torch.autograd.grad, and reads a unit that is resharded."
@@ -239,11 +245,19 @@ def _check_inputs(inputs: Sequence[Any]) -> None:
                 raise RuntimeError(
                     f"torch.autograd.grad or backward(inputs=...): the gradient of {param.name} is reduced over the "
                     "ranks and sharded, which only a backward of the whole model does. Call loss.backward() and read "
-                    ".grad of the parameter. For gradients of gradients (create_graph, MAML), compute with "
-                    "torch.func.functional_call(module, {name: p.full_tensor() for name, p in "
-                    "module.named_parameters()}, batch), and differentiate by these full tensors. "
-                    "module is what was sharded, not its wrapper."
+                    f".grad of the parameter. {_BY_FULL_TENSORS}"
                 )
+
+
+def _refuse_graph_of_gradients(units: "Iterable[Unit]") -> None:
+    """Raise if the units get gradients in backward(create_graph=True): reduced gradients have no graph."""
+    names = sorted(param.name for unit in units for group in unit.groups for param in group.params if param.trained)
+    if names:
+        raise RuntimeError(
+            f"backward(create_graph=True): {names[0]}.grad is reduced over the ranks and has no graph, so a loss of it "
+            "would change nothing. For gradients of inputs, call torch.autograd.grad(loss, inputs, create_graph=True). "
+            f"{_BY_FULL_TENSORS}"
+        )
 
 
 def _edge(output: Any) -> tuple[Any, int]:
