@@ -62,16 +62,21 @@ def test_bytes_of_quantized_weights() -> None:
     assert sizes["forward"] == sizes["backward"] == sizes["unsharded"] - matrices
 
 
+def predicted_by(change: str, *words: str) -> Any:
+    """The step that the doctor predicts after a change of ``command``."""
+    code = (
+        "from megatron.fsdp.tools import doctor, script; script.prepare_megatron(); "
+        f"from megatron.fsdp.tools.predict import command; {change or 'pass'}; doctor.main()"
+    )
+    ended = python("-c", code, "--json", "--world-size", 8, "--gpu", "h100", *words)
+    return json.loads(printed(ended))["step"]
+
+
 def test_a_step_of_a_command_line() -> None:
     """Layers beyond the first few are extrapolated: the same as when all of them run."""
     words = [*WORDS, "--num-layers", "10", "--tensor-model-parallel-size", "2", "--bf16"]
     predicted = doctor("--gpu", "h100", *words)
-    every = (
-        "from megatron.fsdp.tools import doctor, script; script.prepare_megatron(); "
-        "from megatron.fsdp.tools.predict import command; command.KEPT = 99; doctor.main()"
-    )
-    ended = python("-c", every, "--json", "--world-size", 8, "--gpu", "h100", *words)
-    full = json.loads(printed(ended))["step"]
+    full = predicted_by("command.KEPT = 99", *words)
     found, moved = predicted["step"], {name: size for name, size in full["peak"].items() if size > 1000}
     assert found["seconds"] == pytest.approx(full["seconds"], rel=0.01)
     assert {name: found["peak"][name] for name in moved} == pytest.approx(moved, rel=0.01)
@@ -81,6 +86,18 @@ def test_a_step_of_a_command_line() -> None:
     recomputed = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
     less = doctor("--gpu", "h100", *words, *recomputed)["step"]
     assert less["peak"]["activations"] < found["peak"]["activations"] / 2 and less["seconds"] > found["seconds"]
+
+
+@pytest.mark.parametrize("chunks", [[], ["--num-layers-per-virtual-pipeline-stage", "1"]], ids=["1F1B", "interleaved"])
+def test_the_micro_batches_of_a_pipeline(chunks: list[str]) -> None:
+    """Micro-batches beyond the first few are extrapolated: the same as when all of them run."""
+    words = [*WORDS, *"--pipeline-model-parallel-size 2 --global-batch-size 48 --bf16".split(), *chunks]
+    every = "command._Run._few = property(lambda run: run._micro_batches, lambda run, few: None)"
+    found, full = predicted_by("", *words), predicted_by(every, *words)
+    assert found["seconds"] == pytest.approx(full["seconds"], rel=0.01)
+    assert found["peak"] == pytest.approx(full["peak"], rel=0.01)
+    for unit, parts in full["units"].items():
+        assert found["units"][unit] == pytest.approx(parts, rel=0.02, abs=1e-6)
 
 
 @pytest.mark.parametrize("dispatcher", all_but_slow(["alltoall", "allgather"], "alltoall"))

@@ -241,11 +241,13 @@ class _Run:
         per_micro_batch = args.micro_batch_size * args.data_parallel_size
         self._micro_batches = max((args.global_batch_size or per_micro_batch) // per_micro_batch, 1)
         self._stages = args.pipeline_model_parallel_size
-        # So many are in flight at most; interleaved schedules take multiples of the stages.
-        self._few = min(self._micro_batches, 2 * self._stages if self._stages > 1 else 1)
+        # At most as many as stages are in flight, twice as many if schedules interleave: those take multiples of them.
+        interleaved = bool(args.virtual_pipeline_model_parallel_size)
+        self._round = self._stages if interleaved else min(self._stages, 2)
+        self._few = min(self._micro_batches, self._stages * (2 if interleaved else 1))
         self.tokens = self._micro_batches * per_micro_batch * args.seq_length
         self._per_micro_batch = per_micro_batch
-        args.global_batch_size = min(self._few, self._stages) * per_micro_batch
+        args.global_batch_size = min(self._few, self._round) * per_micro_batch
         self._args = args
         return result
 
@@ -301,9 +303,7 @@ class _Run:
             batch = {"tokens": integers, "labels": integers, "position_ids": integers, "loss_mask": torch.ones(shape)}
             yield from itertools.repeat(batch)
 
-        chunks = args.virtual_pipeline_model_parallel_size
-        made = [RerunDataIterator(batches()) for _ in range(chunks or 1)]
-        return (made if chunks else made[0]), None, None
+        return RerunDataIterator(batches()), None, None
 
     def _step(
         self,
@@ -320,7 +320,7 @@ class _Run:
         if number == 0:
             optimizer.step = functools.partial(self._update, optimizer.step)
         if number > 1:  # one round of the pipeline more shows what a micro-batch adds
-            self._take_micro_batches(self._few + (number - 2) * self._stages)
+            self._take_micro_batches(self._few + (number - 2) * self._round)
         steps = [StepRecorder(engine, Clock(recorder)) for engine in self._engines] if number > 1 else []
         begin = recorder.mark("forward")
         for each in steps:
@@ -388,20 +388,23 @@ class _Run:
         recorder, cluster = self._recorder, self._cluster
         Simulation(cluster.device, lambda message: cluster.link(message.ranks, message.step), 1).play(recorder.program)
         found = [self._measured(*marks) for marks in self._marks[2:]]
-        first = found[0]
-        number = self._micro_batches / self._few
-        for unit, times in (pair for step in self._marks[2][2] for pair in step.trace(0).per_unit().items()):
-            before = self.units.get(unit, {})  # chunks of a stage have the same names
-            self.units[unit] = {name: before.get(name, 0.0) + number * time for name, time in times.parts.items()}
-        each = {n: (found[-1].get(n, 0.0) - first[n]) / self._stages if len(found) > 1 else 0.0 for n in first}
-        self.numbers = {name: value + (self._micro_batches - self._few) * each[name] for name, value in first.items()}
-        per_micro_batch = each["seconds"] or first["seconds"] / self._few
+        self.numbers = self._of_all_micro_batches(found[0], found[-1])
+        units = [_per_unit(steps) for _, _, steps in self._marks[2:]]
+        self.units = {unit: self._of_all_micro_batches(parts, units[-1][unit]) for unit, parts in units[0].items()}
+        per_micro_batch = found[0]["seconds"] / self._few
+        if len(found) > 1:
+            per_micro_batch = (found[1]["seconds"] - found[0]["seconds"]) / self._round
         self.numbers["bubble"] = (self._stages - 1) / len(self._engines) * per_micro_batch
         begin, end, _ = self._marks[-1]  # gradients are kept between micro-batches, if there are several
         timeline = moments(in_program_order(recorder.program), begin.seconds, end.seconds)
         peak = max(timeline, key=lambda moment: moment.total)
         self.module = peak.module
         self.numbers |= {f"bytes {name}": float(size) for name, size in peak.bytes.items()}
+
+    def _of_all_micro_batches(self, few: dict[str, float], more: dict[str, float]) -> dict[str, float]:
+        """Numbers of a step with all micro-batches, from those of one with few, and of one with a round more."""
+        rounds = (self._micro_batches - self._few) / self._round
+        return {name: number + rounds * (more.get(name, 0.0) - number) for name, number in few.items()}
 
     def _measured(self, begin: Mark, end: Mark, steps: list[StepRecorder]) -> dict[str, float]:
         spans: list[Span] = [span for step in steps for span in step.trace(0).spans if span.row is Row.WAITS]
@@ -410,6 +413,15 @@ class _Run:
         for span in spans:
             found[f"wait {WAITS.get(str(span.kind), 'other communication')}"] += span.milliseconds / 1e3
         return found
+
+
+def _per_unit(steps: list[StepRecorder]) -> dict[str, dict[str, float]]:
+    """Seconds of each unit's parts in a step; the chunks of a stage have units of the same names."""
+    units: dict[str, dict[str, float]] = {}
+    for unit, times in (pair for step in steps for pair in step.trace(0).per_unit().items()):
+        before = units.get(unit, {})
+        units[unit] = {name: before.get(name, 0.0) + time for name, time in times.parts.items()}
+    return units
 
 
 class _Attention(torch.autograd.Function):
