@@ -112,16 +112,17 @@ def divided_dim(module: nn.Module, name: str) -> int | None:
 def mark_tensor_parallel(module: nn.Module, index: FSDPDistributedIndex) -> None:
     """Mark the parameters that are slices of tensor-parallel ones, by their layers' classes or by their attributes."""
     shapes: dict[str, tuple[int, ...]] = {}
+    meshes = {expert: index.tensor_parallel_mesh(expert) for expert in (False, True)}
     for path, owner in module.named_modules():
         for attribute, parameter in owner.named_parameters(recurse=False):
             name = f"{path}.{attribute}" if path else attribute
             shapes[name] = tuple(parameter.shape)
-            mesh = index.tensor_parallel_mesh(not getattr(parameter, "allreduce", True))
+            mesh = meshes[not getattr(parameter, "allreduce", True)]
             dim = divided_dim(owner, attribute)
             if dim is not None and mesh.size() > 1:
                 setattr(parameter, TENSOR_PARALLEL, (mesh, (Shard(dim),)))
                 shapes[name] = (*shapes[name][:dim], shapes[name][dim] * mesh.size(), *shapes[name][dim + 1 :])
-    ranks = index.tensor_parallel_mesh(False).size()
+    ranks = meshes[False].size()
     for name, layout in layouts(module, shapes).items():
         if layout.spread and ranks > 1:
             setattr(module.get_parameter(name), SECTIONS, tuple(rows // ranks for _, rows in layout.sections))
