@@ -24,6 +24,7 @@ from megatron.fsdp.dtensor.placements import (
     spec_like,
 )
 from megatron.fsdp.dtensor.ragged_dtensor import RaggedDTensor, has_ragged, local_shard, replicated
+from megatron.fsdp.dtensor.unsupported import refuse_memory
 from megatron.fsdp.helpers import patches
 from megatron.fsdp.helpers.patches import Patches
 
@@ -47,6 +48,8 @@ _ROWS = f"""
         takes a shard of any size for an even one, where optimizers make state like a parameter
     {_DISPATCHER}._propagate_op_sharding_dispatch_slow_path -> {_HERE}:dispatch_in_backward before=2.13
         ignores __torch_dispatch__ of subclasses in backward, where no dispatch mode runs before it
+    torch.utils.dlpack:to_dlpack -> {_HERE}:to_dlpack
+        gives the memory of a sharded tensor, which has none, and reading it is a crash
     torch.nn:Module._apply -> runtime.structure:apply_if_allowed
         converts or moves the parameters of a part of a sharded model, which then would not be trained
     torch.autograd:_engine_run_backward -> runtime.graph:run_backward
@@ -132,6 +135,11 @@ def total_norm(
 def with_ragged(original: list[type]) -> list[type]:
     """The classes of tensors that torch's clipping passes to ``_foreach_`` operations."""
     return [*original, RaggedDTensor]
+
+
+def to_dlpack(original: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
+    """Refuse sharded tensors."""
+    return refuse_memory() if isinstance(tensor, RaggedDTensor) else original(tensor)
 
 
 def from_local(
