@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -257,6 +258,7 @@ def test_norms_can_be_printed() -> None:
     expected = float(torch.stack([_full(p.grad).norm() for p in model.parameters()]).norm())
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     assert f"{norm:.3f}" == f"{expected:.3f}" and f"{norm}" == str(norm.item())
+    assert norm.tolist() == norm.item() == norm.cpu().numpy() == numpy.asarray(norm.cpu())
 
 
 @on_ranks(2)

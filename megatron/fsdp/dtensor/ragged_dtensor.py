@@ -134,7 +134,7 @@ class RaggedDTensor(InChunks, DTensor):
             other._local_tensor = self._local_tensor  # as without sharding, a write to either is one to both
 
     data = property(_get_data, _set_data)
-    numpy = tolist = storage = share_memory_ = apply_ = map_ = __dlpack__ = refuse_memory
+    storage = share_memory_ = apply_ = map_ = __dlpack__ = refuse_memory
     __tensor_flatten__, __tensor_unflatten__ = lambda self: (("_local_tensor",), None), staticmethod(refuse_tracing)
 
     def data_ptr(self) -> int:
@@ -189,6 +189,14 @@ class RaggedDTensor(InChunks, DTensor):
     def __float__(self) -> float:
         """Read the only element. torch.tensor() of a list of norms does that while it dispatches no operation."""
         return float(reduced(self))
+
+    def numpy(self, **options: Any) -> Any:
+        """Return a number, such as a norm that is logged."""
+        return refuse_memory() if self.dim() else reduced(self).numpy(**options)
+
+    def tolist(self) -> Any:
+        """Return a number."""
+        return refuse_memory() if self.dim() else self.item()
 
     def __format__(self, format_spec: str) -> str:
         return format(self.item(), format_spec) if format_spec or not self.dim() else repr(self)
