@@ -225,6 +225,13 @@ def _given_weights(side: Side) -> torch.Tensor:
     return side.descend(torch.func.functional_call(side.inner, given, (batch(),)).pow(2).mean())
 
 
+def _given_average(side: Side) -> torch.Tensor:
+    average = {name: p.detach().mul(0.5) for name, p in side.inner.named_parameters()}
+    with torch.no_grad():
+        wanted = torch.func.functional_call(side.inner, average, (batch(),))
+    return side.descend((side.model(batch()) - wanted).pow(2).mean())
+
+
 class Headless(Model):
     """A model that returns what its last block has returned."""
 
@@ -246,6 +253,7 @@ PROGRAMS: dict[str, tuple[Program, Callable[[], nn.Module], list[str]]] = {
     "captured": (_captured, Model, list(SETTINGS)),
     "captured, checkpointed": (_captured, lambda: Model(2, "checkpoint"), list(SETTINGS)),
     "functional_call": (_given_weights, Model, list(SETTINGS)),
+    "functional_call of an average": (_given_average, Model, list(SETTINGS)),
 }
 
 

@@ -22,7 +22,7 @@ from megatron.fsdp.comm.context import CommContext
 from megatron.fsdp.comm.streams import Handle
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.dtensor.placements import RaggedShard, SectionedShard
-from megatron.fsdp.dtensor.ragged_dtensor import local_shard, make_dtensor, make_like
+from megatron.fsdp.dtensor.ragged_dtensor import RaggedDTensor, local_shard, make_dtensor, make_like
 from megatron.fsdp.dtensor.unsupported import local_gradient
 from megatron.fsdp.helpers.autograd import in_backward
 from megatron.fsdp.helpers.weak import weak_method
@@ -233,13 +233,17 @@ class ParameterGroup:
     def show(self, compute: bool) -> None:
         """Register compute weights (or else main weights) as the modules' parameters.
 
-        Other tensors stay: ``torch.func.functional_call`` puts those in their place that forward is to use.
+        Other tensors stay: ``torch.func.functional_call`` puts those in their place that forward is to use. Of sharded
+        ones, such as averages of weights, it uses the full tensors.
         """
         for param in self.params:
             shown, hidden = (param.compute, param.main) if compute else (param.main, param.compute)
             for module, attribute in param.sites:
-                if module._parameters.get(attribute) is hidden:
+                found = module._parameters.get(attribute)
+                if found is hidden:
                     module._parameters[attribute] = shown
+                elif compute and found is not shown and isinstance(found, RaggedDTensor):
+                    module._parameters[attribute] = found.full_tensor()
 
     def follow_freezing(self) -> bool:
         """Freeze and unfreeze parameters as the user has; True if that changes anything."""
