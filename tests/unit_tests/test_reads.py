@@ -258,7 +258,8 @@ def test_norms_can_be_printed() -> None:
     expected = float(torch.stack([_full(p.grad).norm() for p in model.parameters()]).norm())
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     assert f"{norm:.3f}" == f"{expected:.3f}" and f"{norm}" == str(norm.item())
-    assert norm.tolist() == norm.item() == norm.cpu().numpy() == numpy.asarray(norm.cpu())
+    values: tuple[Any, ...] = (norm.tolist(), norm.cpu().numpy(), numpy.asarray(norm.cpu()))
+    assert values == (norm.item(),) * 3
 
 
 @on_ranks(2)

@@ -299,8 +299,9 @@ class Comparison:
         self._group = group
         self._text = json.dumps(list(found.items())).encode()
         self._hash = hashlib.blake2b(self._text, digest_size=8).hexdigest()
+        # First, as it raises a clear error if the group was destroyed.
+        self._alone = not moves_data(group) or not found or group.size() == 1
         ranks = self._ranks = tuple(dist.get_process_group_ranks(group))
-        self._alone = not found or len(ranks) == 1 or not moves_data(group)
         if self._alone:
             return
         world = dist.group.WORLD
