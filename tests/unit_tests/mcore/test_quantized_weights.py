@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -24,7 +25,7 @@ from megatron.fsdp.helpers.spelling import bare_name
 from megatron.fsdp.mcore.statistics import get_megatron_optimizer
 from megatron.fsdp.quantized.reference.base import ReferenceTensor
 from megatron.fsdp.quantized.storage import KEEP_TRANSPOSE
-from tests.models import STRATEGIES, whole
+from tests.models import STRATEGIES, logged, whole
 from tests.quantized_models import FORMATS, IN_BLOCKS, layers_of, quantize_layers, round_layers
 from tests.ranks import RankPool, on_ranks
 
@@ -190,3 +191,22 @@ def test_bf16_checkpoints_go_through_quantized_runs_unchanged(ranks: RankPool, t
     keys = [dcp.FileSystemReader(tmp_path / each).read_metadata().state_dict_metadata for each in ("bf16", "quantized")]
     assert keys[0].keys() == keys[1].keys()
     assert not [key for key in keys[0] if "_extra_state" in key]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "optim_grads"])
+def test_layers_that_keep_copies_of_plain_weights_are_warned_of(strategy: str) -> None:
+    """With ZeRO-3 only: other strategies hold the weights themselves."""
+
+    def older(config: Any) -> nn.Module:
+        model = mm.gpt(config)
+        for layer in layers_of(model).values():
+            layer.fp8_meta = {}
+        return model
+
+    with mm.megatron(), logged() as texts:
+        model = mm.wrapped(strategy, older, fp8="hybrid", fp8_recipe="tensorwise")
+    numel = sum(layer.weight.numel() for layer in layers_of(model).values())
+    found = [text for text in texts if "--fp8-param-gather" in text]
+    assert bool(found) == (strategy == "optim_grads_params" and dist.get_rank() == 0)
+    assert all(f"up to {2 * numel:,} bytes per rank" in text for text in found), found

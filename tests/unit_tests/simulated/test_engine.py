@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.fsdp import fsdp2
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
+from megatron.fsdp.runtime.unit import Unit
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 from tests.models import STRATEGIES, Block, TinyModel, adamw, batches, loss_of, main_weights
 from tests.ranks import DEVICE as REAL_DEVICE
@@ -245,6 +246,30 @@ def test_each_axis_has_a_stream(ranks: RankPool) -> None:
     (found,) = ranks.run(1, _streams_of_axes, "optim")
     gathers = [streams for (name, _), streams in found.items() if name == "c10d::_allgather_base_"]
     assert unsharded in gathers and outer in gathers and set().union(*gathers) == unsharded | outer
+
+
+@on_ranks(1)
+def test_compute_waits_for_an_outer_reduction_one_unit_later() -> None:
+    """Else it would wait for both links in turn."""
+    reduce, wait = Unit.reduce_gradients, Unit.wait_for_gradients
+    reduced: list[Unit] = []
+    waited: dict[str, int] = {}
+
+    def noted_reduce(unit: Unit, last: bool) -> bool:
+        reduced.append(unit)
+        return reduce(unit, last)
+
+    def noted_wait(unit: Unit, outer: bool = True) -> None:
+        if outer and unit in reduced:
+            waited.setdefault(unit.name, len(reduced) - reduced.index(unit))
+        wait(unit, outer)
+
+    with _simulation(), pytest.MonkeyPatch.context() as patch:
+        model, _ = _sharded(**two_axes())
+        patch.setattr(Unit, "reduce_gradients", noted_reduce)
+        patch.setattr(Unit, "wait_for_gradients", noted_wait)
+        loss_of(model, batches(1, 1).to(DEVICE)[0, 0]).backward()
+    assert list(waited.values())[:2] == [2, 2], waited
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["gathered during the step", "gathered after it"])
