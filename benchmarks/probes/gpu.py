@@ -1,6 +1,8 @@
 """Measures memory, kernels and idle time of a GPU during a step. Called through ``benchmarks.worker``."""
 
 from collections.abc import Sequence
+from typing import Any
+from unittest import mock
 
 import torch
 from torch.autograd import DeviceType
@@ -8,24 +10,30 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import training
 
+_BYTES = ("memory_allocated", "max_memory_allocated")
+
 
 def measure(tokens: int, warm_up: int = 3) -> dict[str, float]:
-    """Bytes between steps and at the peak of a step, the number of kernels, and the fraction of time without any."""
+    """Bytes between steps and at the peak of a step, the number of kernels, and the fraction of time without any.
+
+    In a dry run on the CPU, all are 0.
+    """
+    mine = training.running()
+    cuda: Any = torch.cuda if mine.job.device == "cuda" else mock.Mock(**{f"{n}.return_value": 0 for n in _BYTES})
     for _ in range(warm_up):
         training.train_step(tokens)
-    torch.cuda.synchronize()
-    resting = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
+    cuda.synchronize()
+    resting = cuda.memory_allocated()
+    cuda.reset_peak_memory_stats()
     training.train_step(tokens)
-    peak = torch.cuda.max_memory_allocated()
+    peak = cuda.max_memory_allocated()
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as recorded:
         # Not training.train_step, whose synchronization between the parts of a step would cause gaps.
-        mine = training.running()
-        data = training.batch(mine.job.shape.vocabulary, tokens, mine.steps, mine.rank).to("cuda")
+        data = training.batch(mine.job.shape.vocabulary, tokens, mine.steps, mine.rank).to(mine.job.device)
         loss = training.loss_of(mine.trainable.model, data)
         mine.trainable.backward(loss)
         mine.trainable.step()
-        torch.cuda.synchronize()
+        cuda.synchronize()
     kernels = [
         (float(event.time_range.start), float(event.time_range.end))
         for event in recorded.events() or []

@@ -6,6 +6,8 @@ nevertheless.
 
 By default a run compares ZeRO-3 with FSDP2 and NVIDIA's engine in 8 minutes. With --full, all peers are measured in all
 settings: each run measures one case, in 8 minutes as well, and the next run with --add measures the next one.
+
+--quick without a CUDA device is a dry run of a tiny model on the CPU.
 """
 
 import time
@@ -61,9 +63,9 @@ def run(options: Options) -> Iterator[Case]:
     """Measure models for up to :data:`SECONDS`.
 
     Raises:
-        Skipped: There is no CUDA device.
+        Skipped: There is no CUDA device, and this is no dry run.
     """
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() and not options.quick:
         raise Skipped("needs a CUDA device: there is none")
     wanted = list(_cases(options))
     if options.full:
@@ -78,16 +80,17 @@ def run(options: Options) -> Iterator[Case]:
 
 
 def _cases(options: Options) -> Iterator[tuple[Case, list[Job]]]:
-    models = TINY if options.quick else MODELS
+    models, tokens = (TINY, 64) if options.quick else (MODELS, TOKENS)
+    device, backend = ("cuda", "nccl") if torch.cuda.is_available() else ("cpu", "gloo")
     # In short, one rank over NCCL, and one of 8 of the larger model.
     brief = dict(zip(models, SETTINGS, strict=False))
     for title, shape in models.items():
         for setting in SETTINGS if options.full else (brief[title],):
             names = options.peers(NAMES if options.full or options.only_peers else COMPARED)
-            group = "fake" if setting.fake else "nccl"
-            case = Case({"model": title, "ranks": setting.ranks, "group": group, "dtype": "bf16", "tokens": TOKENS})
+            group = "fake" if setting.fake else backend
+            case = Case({"model": title, "ranks": setting.ranks, "group": group, "dtype": "bf16", "tokens": tokens})
             jobs = [
-                Job(name, setting.ranks, "bf16", shape, fake=setting.fake, device="cuda")
+                Job(name, setting.ranks, "bf16", shape, fake=setting.fake, device=device)
                 for name in names
                 if not (setting.fake and name == "ddp")
             ]
@@ -109,8 +112,10 @@ def _measure(case: Case, jobs: list[Job], options: Options, end: float) -> None:
             ranks = Ranks(job)
             try:
                 ranks.launch()
-                turns = ranks.call("benchmarks.training:turn", tokens=TOKENS, steps=STEPS, warm_up=3)
-                samples[job.peer] = slowest(turns) | ranks.call("benchmarks.probes.gpu:measure", tokens=TOKENS)[0]
+                turns = ranks.call("benchmarks.training:turn", tokens=case.tags["tokens"], steps=STEPS, warm_up=3)
+                samples[job.peer] = (
+                    slowest(turns) | ranks.call("benchmarks.probes.gpu:measure", tokens=case.tags["tokens"])[0]
+                )
             except (WorkerFailure, NotInstalled) as failure:
                 rounds.crashed[job.peer] = str(failure)
             finally:
