@@ -11,12 +11,26 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron_fsdp import MegatronFSDP, fully_shard, register_optimizer
 from tests.fused_adam import ApexAdam, FusedAdam
-from tests.models import Block, TinyModel, adamw, assert_same_weights, batches, device, load_from, loss_of, save_to
+from tests.models import (
+    DEVICE,
+    STRATEGIES,
+    Block,
+    TinyModel,
+    adamw,
+    assert_same_weights,
+    batches,
+    device,
+    load_from,
+    loss_of,
+    save_to,
+)
 from tests.ranks import RankPool, on_ranks
 
 Sharded = tuple[MegatronFSDP, torch.optim.Optimizer]
@@ -42,6 +56,10 @@ def _both(make: Callable[[nn.Module], torch.optim.Optimizer], **settings: Any) -
     torch.manual_seed(3)
     model = TinyModel().to(device())
     reference = copy.deepcopy(model)
+    if "tp_dim" in settings:
+        for block in model.blocks:
+            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            parallelize_module(block, settings["device_mesh"][settings["tp_dim"]], plan)
     sharded = fully_shard(model, make(model), fsdp_unit_modules=[Block], **settings)
     return sharded, (reference, make(reference))
 
@@ -153,12 +171,23 @@ def _fused_groups(kind: Any, model: nn.Module, **options: Any) -> torch.optim.Op
 _FUSED = {"apex": ApexAdam, "transformer_engine": FusedAdam}
 
 
-def _steps_with_fused(library: str, folder: str, strategy: str, first: bool, dtype: torch.dtype | None) -> None:
+def _settings(name: str) -> dict[str, Any]:
+    half = dist.get_world_size() // 2
+    if name == "hybrid":
+        mesh = init_device_mesh(DEVICE, (2, half), mesh_dim_names=("outer", "inner"))
+        return {"device_mesh": mesh, "dp_shard_dim": "inner", "dp_outer_dim": "outer", "outer_dp_sharding_strategy": 1}
+    if name == "tensor parallel":
+        mesh = init_device_mesh(DEVICE, (half, 2), mesh_dim_names=("dp", "tp"))
+        return {"device_mesh": mesh, "dp_shard_dim": "dp", "tp_dim": "tp"}
+    return {"zero_dp_strategy": name}
+
+
+def _steps_with_fused(library: str, folder: str, setting: str, first: bool, dtype: torch.dtype | None) -> None:
     """Two steps, and in other processes, on a different number of ranks, two more from a checkpoint of the first."""
     kind = _FUSED[library]
     options = {} if dtype is None else {"exp_avg_dtype": dtype, "exp_avg_sq_dtype": dtype}
     (sharded, optimizer), (reference, reference_optimizer) = _both(
-        lambda model: _fused_groups(kind, model, **options), zero_dp_strategy=strategy
+        lambda model: _fused_groups(kind, model, **options), **_settings(setting)
     )
     data = batches(4, 1)[:, 0]
     for tokens in data[:2]:
@@ -186,20 +215,21 @@ def _steps_with_fused(library: str, folder: str, strategy: str, first: bool, dty
     for tokens in data[2:]:
         _step(reference, reference_optimizer, tokens)
         _step(sharded, optimizer, tokens)
-    if dtype is None:
-        assert_same_weights(sharded, reference)
+    for entry in sharded.engine.params() if dtype is None else ():
+        weight = reference.get_parameter(entry.name)
+        torch.testing.assert_close(entry.main.full_tensor(), weight, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+@pytest.mark.parametrize("setting", [*STRATEGIES, "hybrid", "tensor parallel"])
 @pytest.mark.parametrize(
     ("library", "dtype"),
     [("apex", None), *(("transformer_engine", dtype) for dtype in (None, torch.bfloat16, torch.float16, torch.uint8))],
 )
 def test_fused_optimizers_of_other_libraries_save_load_and_reshard(
-    ranks: RankPool, tmp_path: object, library: str, dtype: torch.dtype | None, strategy: str
+    ranks: RankPool, tmp_path: object, library: str, dtype: torch.dtype | None, setting: str
 ) -> None:
-    ranks.run(3, _steps_with_fused, library, str(tmp_path), strategy, True, dtype)
-    ranks.run(2, _steps_with_fused, library, str(tmp_path), strategy, False, dtype)
+    ranks.run(3 if setting in STRATEGIES else 4, _steps_with_fused, library, str(tmp_path), setting, True, dtype)
+    ranks.run(2, _steps_with_fused, library, str(tmp_path), setting, False, dtype)
 
 
 @on_ranks(2)
