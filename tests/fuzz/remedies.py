@@ -104,7 +104,7 @@ hooks of gradients: buffers/parameter_group.py
 -if before is None or hooks:
 +if before is None:
 weights that functional_call gives: buffers/parameter_group.py
--if module._parameters.get(attribute) is hidden:
+-if found is hidden:
 +if True:
 exceptions in backward reshard: runtime/graph.py
 -            schedule.reset_if_failed()
