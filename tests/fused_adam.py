@@ -10,6 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 Lists = list[list[torch.Tensor]]
+_DEFAULTS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 
 
 def _update(lists: Lists, group: dict[str, Any]) -> None:
@@ -34,8 +35,10 @@ def _update(lists: Lists, group: dict[str, Any]) -> None:
 class ApexAdam(torch.optim.Optimizer):
     """State by ``zeros_like``, and everything as it is given to kernels."""
 
-    def __init__(self, params: Any, lr: float = 1e-3, weight_decay: float = 0.0) -> None:
-        super().__init__(params, {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": weight_decay})
+    def __init__(self, params: Any, **settings: Any) -> None:
+        """With the keyword arguments that Megatron-Core gives it."""
+        super().__init__(params, _DEFAULTS | settings)
+        assert self.defaults.pop("adam_w_mode", True)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -91,8 +94,7 @@ class FusedAdam(torch.optim.Optimizer):
 
     def __init__(self, params: Any, **settings: Any) -> None:
         """With the keyword arguments that Megatron-Core gives it."""
-        defaults = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
-        super().__init__(params, {name: settings.pop(name, value) for name, value in defaults.items()})
+        super().__init__(params, {name: settings.pop(name, value) for name, value in _DEFAULTS.items()})
         assert settings.pop("adam_w_mode", True) and not settings.pop("capturable", False)
         self.master_weights: bool = settings.pop("master_weights", False)
         self.use_decoupled_grad: bool = settings.pop("use_decoupled_grad", False)

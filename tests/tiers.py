@@ -51,6 +51,7 @@ MERGE = (
     "unit_tests/mcore/test_models.py::test_trains_as_with_ddp",
     "unit_tests/mcore/test_muon.py::test_trains_as_megatrons_ddp_with_tensor_parallelism",
     "unit_tests/mcore/test_overlapped_micro_batches.py::test_two_passes_have_twice_as_many_fixed_buffers",
+    "unit_tests/mcore/test_precision_aware.py::test_moments_are_saved_as_what_they_mean_and_resharded",
     "unit_tests/mcore/test_precision_aware.py::test_narrow_gradients_and_moments",
     "unit_tests/mcore/test_precision_aware.py::test_trains_as_ddp_with_torchs_adam",
     "unit_tests/mcore/test_quantized_weights.py::test_bf16_checkpoints_go_through_quantized_runs_unchanged",

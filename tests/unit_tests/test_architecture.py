@@ -45,7 +45,7 @@ BUDGETS = {
     "megatron/fsdp/tools": 3_149,
     "megatron/fsdp/tools/predict": 1_884,
     "megatron_fsdp": 149,
-    "tests": 41_909,
+    "tests": 41_962,
 }
 
 # Phrases, as regular expressions, and the word that people of this field search for. A line may end at a space.
