@@ -10,8 +10,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import training
 
-_BYTES = ("memory_allocated", "max_memory_allocated")
-
 
 def measure(tokens: int, warm_up: int = 3) -> dict[str, float]:
     """Bytes between steps and at the peak of a step, the number of kernels, and the fraction of time without any.
@@ -19,7 +17,9 @@ def measure(tokens: int, warm_up: int = 3) -> dict[str, float]:
     In a dry run on the CPU, all are 0.
     """
     mine = training.running()
-    cuda: Any = torch.cuda if mine.job.device == "cuda" else mock.Mock(**{f"{n}.return_value": 0 for n in _BYTES})
+    cuda: Any = torch.cuda
+    if mine.job.device != "cuda":
+        cuda = mock.Mock(memory_allocated=lambda: 0, max_memory_allocated=lambda: 0)
     for _ in range(warm_up):
         training.train_step(tokens)
     cuda.synchronize()

@@ -99,7 +99,7 @@ def _cases(options: Options) -> Iterator[tuple[Case, list[Job]]]:
 
 def _measure(case: Case, jobs: list[Job], options: Options, end: float) -> None:
     """Measure a case in rounds, and begin none that might end too late."""
-    rounds, longest = Rounds(), 0.0
+    rounds, longest, tokens = Rounds(), 0.0, case.tags["tokens"]
     for number in range(options.number_of_rounds(ROUNDS)):
         start = time.monotonic()
         if start + longest > end:
@@ -112,10 +112,8 @@ def _measure(case: Case, jobs: list[Job], options: Options, end: float) -> None:
             ranks = Ranks(job)
             try:
                 ranks.launch()
-                turns = ranks.call("benchmarks.training:turn", tokens=case.tags["tokens"], steps=STEPS, warm_up=3)
-                samples[job.peer] = (
-                    slowest(turns) | ranks.call("benchmarks.probes.gpu:measure", tokens=case.tags["tokens"])[0]
-                )
+                turns = ranks.call("benchmarks.training:turn", tokens=tokens, steps=STEPS, warm_up=3)
+                samples[job.peer] = slowest(turns) | ranks.call("benchmarks.probes.gpu:measure", tokens=tokens)[0]
             except (WorkerFailure, NotInstalled) as failure:
                 rounds.crashed[job.peer] = str(failure)
             finally:
