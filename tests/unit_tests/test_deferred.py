@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megatron.fsdp import deferred_init
 from megatron.fsdp.config import FSDPConfig
@@ -16,6 +18,7 @@ from megatron.fsdp.init.deferred import recipes
 from megatron_fsdp import fully_shard_model
 from tests.models import STRATEGIES, assert_same_weights, device, main_weights
 from tests.ranks import RankPool, on_ranks
+from tests.simulated.ranks import fake_ranks
 
 SEED = 7
 numbers_of_the_host = pytest.mark.skipif(
@@ -371,6 +374,31 @@ def test_ranks_draw_their_shards(strategy: str, recorded: bool) -> None:
             torch.testing.assert_close(found @ found.T, torch.eye(40), rtol=0, atol=1e-4)
         elif name.endswith("bias") and "attention" in name:
             assert not found.any()
+
+
+class _Touched(TorchDispatchMode):
+    """Notes the elements of the largest tensor that an operator has written or read."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view and "empty" not in func.name():
+            found = [t for t in tree_leaves((result, args)) if isinstance(t, torch.Tensor) and not t.is_meta]
+            self.largest = max([self.largest, *(t.numel() for t in found)])
+        return result
+
+
+@on_ranks(1)
+def test_a_rank_that_draws_its_shards_touches_no_full_weights() -> None:
+    """Their memory would be most of the time of starting on many ranks."""
+    for per_shard in (False, True):
+        with fake_ranks(64), _Touched() as touched:
+            model = deferred_init(nn.Linear, 256, 256)
+            fully_shard_model(
+                model, fsdp_unit_modules=[nn.Linear], init_model_with_meta_device=True, init_per_shard=per_shard
+            )
+        assert (touched.largest < 256 * 256 / 32) == per_shard
 
 
 def test_shards_are_drawn_for_models_without_values_only() -> None:

@@ -32,7 +32,7 @@ def test_memory_is_lent_again_to_buffers_of_its_size() -> None:
 @pytest.mark.skipif(not hasattr(torch.UntypedStorage, "_swap_data_ptr_"), reason="needs a newer torch")
 def test_views_of_unsharded_weights_see_the_memory_that_they_get() -> None:
     pool = HostPool(keeps_gradients=False)
-    other = pool.reserve(1000, torch.float32, CPU)  # without unsharded weights, nothing would be kept
+    other = pool.reserve(1000, torch.float32, CPU).fill_(1.0)  # without unsharded weights, nothing would be kept
     flat = pool.reserve(1000, torch.float32, CPU)
     view, place = flat[10:20], flat.data_ptr()
     pool.free(flat)
@@ -43,7 +43,7 @@ def test_views_of_unsharded_weights_see_the_memory_that_they_get() -> None:
     pool.allocate(flat)
     assert flat.data_ptr() == place and view.tolist() == [3.0] * 10
     pool.allocate(flat)  # it has memory
-    assert other.tolist() == [0.0] * 1000
+    assert other.tolist() == [1.0] * 1000
 
 
 def _given_back(pool: HostPool, numel: int) -> StorageWeakRef:

@@ -57,8 +57,8 @@ class Pool:
     slot: "Slot | None" = None
 
     def reserve(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A flat tensor of zeros for unsharded weights, which has memory until it is freed for the first time."""
-        return torch.zeros(numel, dtype=dtype, device=device)
+        """A flat tensor of undefined content for unsharded weights, which has memory until it is freed once."""
+        return torch.empty(numel, dtype=dtype, device=device)
 
     def allocate(self, flat: torch.Tensor) -> None:
         """Allocate memory of undefined content for a tensor that ``reserve`` returned, unless it has memory."""
