@@ -22,7 +22,7 @@ from tests.ranks import DEVICE, ROOT
 from tests.simulated.streams import Timeline
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="a dry run")
-SHORT = ["waits", "sanitizer", "memory", "rules", "probe", "gloo", "unit", "nccl"]
+SHORT = ["waits", "sanitizer", "memory", "rules", "probe", "gloo", "unit", "nccl", "megatron", "speed"]
 LONG = ["parity"]
 
 
@@ -39,13 +39,38 @@ def test_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) 
     assert found["outcome"] == "passed" and found["device"] == "the CPU, as a dry run" and found["seconds"] > 0
 
 
+# By name: variables of the command in small.
+COMMANDS = {
+    "gpu-test": f"GPU_TEST_DEVICE=cpu PYTEST_FLAGS='-n 1' GPU_TESTS={Path(__file__).parent}/test_labels.py",
+    "gpu-checks": "GPU_CHECKS_FLAGS='--device cpu --dry-run --only waits'",
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_dry_run_of_the_command(tmp_path: Path, name: str) -> None:
+    """The one for benchmarks has a test in test_benchmarks.py."""
+    make = f"make -n --no-print-directory -C {ROOT} {name} GPU_PYTHON={sys.executable} {COMMANDS[name]}"
+    command = subprocess.run(make, shell=True, capture_output=True, text=True, check=True).stdout
+    command = command.replace("gpu_checks", str(tmp_path / "out"))
+    ended = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True)
+    assert ended.returncode == 0 and " passed" in ended.stdout, ended.stdout + ended.stderr
+
+
+@pytest.mark.parametrize("name", ["megatron", "speed"])
+def test_checks_of_missing_packages_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr("tests.needs.find_spec", lambda package: None)
+    driver.run_here(name, _options(tmp_path, name))
+    found = Verdict.load(tmp_path / f"{name}.json")
+    assert (found.outcome, found.line) == ("skipped", "megatron.core, psutil, rich is not installed")
+
+
 def test_times_and_functions() -> None:
     assert all(check.seconds <= 600 for check in driver.CHECKS.values())
     assert sum(check.seconds for check in driver.CHECKS.values()) <= 25 * 60
     for check in driver.CHECKS.values():
         module, _, function = check.function.partition(":")
         assert callable(getattr(importlib.import_module(f"tests.gpu.{module}"), function))
-    assert set(driver.CHECKS) == {*SHORT, *LONG, "megatron", "speed"}
+    assert set(driver.CHECKS) == {*SHORT, *LONG}
 
 
 def test_the_page_lists_the_checks_and_their_limits() -> None:
