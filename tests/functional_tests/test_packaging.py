@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 import tarfile
+import time
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 
 from tests.environments import make_environment, pip, run_in
 from tests.functional_tests.conftest import Distributions, build_wheel
-from tests.launch import ROOT, Ended, printed, python, start
+from tests.launch import ROOT, Ended, printed, python, start, torchrun
 
 PACKAGES = ("megatron/fsdp", "megatron_fsdp")
 
@@ -131,6 +132,26 @@ def test_commands_with_their_extra_print_help(installed: Path) -> None:
     for name in sorted(SCRIPTS):
         command = [installed / "bin" / name, "--help"]
         assert "usage: " in printed(start(command, folder=installed, PYTHONPATH=str(installed))).lower()
+
+
+# As where only torch and numpy are.
+SELF_TEST = """
+import os, runpy, sys
+sys.modules.update(dict.fromkeys(("megatron.core", "click", "psutil", "pytest", "rich", "safetensors", "transformers")))
+import megatron.fsdp
+assert megatron.fsdp.__file__.startswith(os.environ["PYTHONPATH"])
+runpy.run_module("megatron.fsdp.selftest", run_name="__main__")
+"""
+
+
+def test_the_self_test_runs_from_the_wheel_alone(installed: Path, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SELF_TEST)
+    begin = time.monotonic()
+    out = printed(torchrun(["script.py", "--cpu"], 2, folder=tmp_path, PYTHONPATH=str(installed)))
+    assert time.monotonic() - begin < 180
+    (verdict,) = [line for line in out.splitlines() if line.startswith(("PASSED", "FAILED"))]
+    assert verdict == out.splitlines()[-1] and verdict.startswith("PASSED: 15 checks")
+    assert (tmp_path / "selftest.txt").read_text().startswith("PASSED: ")
 
 
 def _python(code: str, folder: Path) -> Ended:
