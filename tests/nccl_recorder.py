@@ -34,6 +34,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch.utils._device import _device_constructors
 
 from megatron.fsdp.comm import registered_memory
 from megatron.fsdp.comm.backends import Backend
@@ -173,6 +174,7 @@ class Recorder:
     @contextmanager
     def installed(self) -> Iterator["Recorder"]:
         """Context in which models on the CPU behave as if their groups were NCCL's."""
+        _device_constructors()  # torch keeps this list: made below, it would lack torch.empty for good
         replaced = {
             # The settings are accepted. Everything else computes on the CPU.
             "megatron.fsdp.config.torch": SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: True)),
