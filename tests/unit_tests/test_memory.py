@@ -267,6 +267,7 @@ def measure_optimizer_step(hooked: bool, at_once: int = 0) -> dict[str, int]:
 
     if at_once:
         hooks.is_on_host, hooks.ELEMENTS_AT_ONCE = (lambda device: False), at_once
+    hooks.ELEMENTS_ON_HOST = 1  # these units are small
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     counter = TensorBytes()
     model = _model("fp32")

@@ -29,9 +29,9 @@ from megatron.fsdp.runtime.engine import Engine, engines_of
 from megatron.fsdp.runtime.unit import Unit
 from megatron.fsdp.state.loading import own_shard
 
-# On a GPU, a call of the optimizer's step updates units with about this many elements: 256 MiB of temporary memory in
-# fp32, and about a millisecond of kernels, which the host needs to launch the next.
-ELEMENTS_AT_ONCE = 2**26
+# A call of the optimizer's step updates units with about this many elements. On a GPU: 256 MiB of temporary memory in
+# fp32, and about a millisecond of kernels, which the host needs to launch the next. On a CPU: what fits into its cache.
+ELEMENTS_AT_ONCE, ELEMENTS_ON_HOST = 2**26, 2**18
 # Number of times that a model has been sharded.
 _generation = 0
 # For each optimizer that has taken a step: the generation at that time, and its number of parameters. Comparing these
@@ -343,8 +343,8 @@ def _update_by_unit(optimizer: torch.optim.Optimizer, engine: Engine, local: Loc
     remaining parameters. This is valid for optimizers that update every parameter independently.
 
     torch's optimizers compute on lists of all parameters, so their temporary tensors would have the size of the model.
-    On a CPU a part is a unit: new memory for the model in every step fits into no cache. On a GPU it is several units,
-    so that kernels stay few and large.
+    On a CPU a part is a unit, or a few small ones: new memory for the model in every step fits into no cache. On a GPU
+    it is several units, so that kernels stay few and large.
 
     Args:
         optimizer: The optimizer, whose parameters are local tensors.
@@ -374,14 +374,13 @@ def _update_by_unit(optimizer: torch.optim.Optimizer, engine: Engine, local: Loc
 
 
 def _parts(units: list[Unit], on_host: bool) -> list[list[Unit]]:
-    """Units to update together: on the host one, on a GPU as many as have :data:`ELEMENTS_AT_ONCE` on this rank."""
+    """Units to update together: as many as have :data:`ELEMENTS_AT_ONCE` on this rank; an offloaded one alone."""
     parts: list[list[Unit]] = []
     left = 0
     for unit in units:
-        alone = on_host or unit.is_offloaded
-        if left <= 0 or alone:
+        if left <= 0 or unit.is_offloaded:
             parts.append([])
-            left = 0 if alone else ELEMENTS_AT_ONCE
+            left = 0 if unit.is_offloaded else ELEMENTS_ON_HOST if on_host else ELEMENTS_AT_ONCE
         parts[-1].append(unit)
         left -= sum(local_shard(entry.main).numel() for group in unit.groups for entry in group.params)
     return parts

@@ -29,9 +29,17 @@ def closure_of(args: tuple, kwargs: dict) -> Callable[[], Any] | None:
 
 
 class _Shown(nn.Parameter):
-    """A plain parameter that has the attributes of its main weight, such as ``lr_scale``."""
+    """A plain parameter that has the attributes of its main weight, such as ``lr_scale``.
+
+    Attributes:
+        main: The main weight.
+        _given: The gradient with which the step began.
+        _known: The main weight's state in DTensors, by name.
+    """
 
     main: nn.Parameter
+    _given: torch.Tensor | None
+    _known: dict[str, DTensor]
 
     def __getattr__(self, name: str) -> Any:
         # Not what a gradient is in, which a rank without elements hides, nor the engine's and DTensor's own.
@@ -53,8 +61,6 @@ class LocalStep:
         _scale_nothing_empty(optimizer)
         self._dp_groups: dict[nn.Parameter, dist.ProcessGroup] = {}
         self._local: dict[nn.Parameter, _Shown] = {}
-        self._given: dict[nn.Parameter, torch.Tensor | None] = {}
-        self._dtensor_state: dict[nn.Parameter, dict[str, DTensor]] = {}
         # The parameter lists of the optimizer's param_groups while plain tensors replace them.
         self._replaced: list[list[nn.Parameter]] | None = None
 
@@ -114,25 +120,26 @@ class LocalStep:
 
     def _localize(self, optimizer: torch.optim.Optimizer, main: nn.Parameter) -> nn.Parameter:
         """The plain parameter for a main weight, with its gradient and state; other parameters stay as they are."""
-        if main not in self._dp_groups:
+        local = self._local.get(main)
+        if local is None and main not in self._dp_groups:
             return main
-        local, shard = self._local.get(main), local_shard(main)
+        shard = local_shard(main)
         if local is None:
             local = self._local[main] = _Shown(shard)
-            local.main = main
+            local.main, local._known = main, {}
         elif local.data_ptr() != shard.data_ptr():  # the main weight has moved
             local.data = shard
         if local.requires_grad is not main.requires_grad:
             local.requires_grad = main.requires_grad
-        hidden = self._is_hidden(main)
-        self._given[main] = local.grad = None if main.grad is None or hidden else local_gradient(main, main.grad)
+        hidden, grad = self._skips_empty and self._is_hidden(main), main.grad
+        local._given = local.grad = None if grad is None or hidden else local_gradient(main, grad)
         decoupled = getattr(main, "decoupled_grad", None)
         if decoupled is not None and not hidden:
             local.decoupled_grad = local_shard(decoupled)  # type: ignore[attr-defined]
         state = optimizer.state.pop(main, None)
         if state is not None:
-            self._dtensor_state[main] = {k: v for k, v in state.items() if isinstance(v, DTensor)}
-            optimizer.state[local] = {k: local_shard(v) if isinstance(v, DTensor) else v for k, v in state.items()}
+            local._known = {k: v for k, v in state.items() if isinstance(v, DTensor)}
+            optimizer.state[local] = state | {k: v._local_tensor for k, v in local._known.items()}
         move_scales(optimizer, main, local)
         return local
 
@@ -144,37 +151,36 @@ class LocalStep:
         for options, mains in zip(optimizer.param_groups, self._replaced, strict=False):
             options["params"] = mains
             for main in mains:
-                if main in self._dp_groups:
-                    self._globalize(optimizer, main)
+                if (local := self._local.get(main)) is not None:
+                    self._globalize(optimizer, main, local)
         self._replaced = None
         if self._skips_empty:
             for options in optimizer.param_groups:
                 self._give_state_to_hidden(optimizer, options["params"])
             _sort_state(optimizer)
 
-    def _globalize(self, optimizer: torch.optim.Optimizer, main: nn.Parameter) -> None:
+    def _globalize(self, optimizer: torch.optim.Optimizer, main: nn.Parameter, local: _Shown) -> None:
         """Move the state of a plain parameter back to its main weight, as DTensors where it has the same shape."""
-        local, shard, given = self._local[main], local_shard(main), self._given.pop(main, None)
-        if local.grad is not given:  # the step has set another, as ``p.grad = None`` does
-            main.grad = None if local.grad is None else make_like(local.grad, main)
-        local.grad = None
+        shard, grad = local_shard(main), local.grad
+        if grad is not local._given:  # the step has set another, as ``p.grad = None`` does
+            main.grad = None if grad is None else make_like(grad, main)
+        local.grad = local._given = None
         if local.data_ptr() != shard.data_ptr():  # ``p.data = x``
             shard.copy_(local.detach())
             local.data = shard
         move_scales(optimizer, local, main)
-        if hasattr(local, "decoupled_grad"):
-            del local.decoupled_grad
+        vars(local).pop("decoupled_grad", None)
         state = optimizer.state.pop(local, None)
         if state is None:
             return
-        known = self._dtensor_state.get(main, {})
         for key, value in state.items():
-            if isinstance(value, torch.Tensor) and value.dim() and value.shape == local.shape:
+            if isinstance(value, torch.Tensor) and value.dim() and value.shape == shard.shape:
                 # Reuse the DTensor unless the optimizer has replaced the tensor: making one costs more than the rest.
-                dtensor = known.get(key)
-                if dtensor is None or local_shard(dtensor) is not value:
-                    dtensor = make_like(value, main)
-                state[key] = dtensor
+                dtensor = local._known.get(key)
+                state[key] = (
+                    dtensor if dtensor is not None and dtensor._local_tensor is value else make_like(value, main)
+                )
+        local._known = {}
         optimizer.state[main] = state
 
     # Parameters without elements on this rank ------------------------------------------------------------------
@@ -228,8 +234,8 @@ def move_scales(
     optimizer: torch.optim.Optimizer, source: nn.Parameter, target: nn.Parameter, copied: bool = False
 ) -> None:
     """Move the scales of state in 16 bits or fewer, which Transformer Engine's Adam keeps by parameter as well."""
-    scales = getattr(optimizer, "_scales", {})
-    if source in scales:
+    scales = getattr(optimizer, "_scales", None)
+    if scales and source in scales:
         scales[target] = {k: v.clone() for k, v in scales[source].items()} if copied else scales.pop(source)
 
 
