@@ -2,6 +2,8 @@
 
 megatron-fsdp-plan --model config.json --ranks 8 64 --json > memory.json
 python scripts/memory_chart.py memory.json memory.svg --title "8 billion parameters in bf16" --gpu h100
+
+With --curves, step time, waits for communication and memory over the number of ranks.
 """
 
 import argparse
@@ -99,15 +101,69 @@ def _draw_panel(on: "Axes", panel: Sequence[Bar], most: float) -> None:
         on.spines[side].set_visible(False)
 
 
+def draw_curves(found: Sequence[Bar], title: str, path: Path) -> None:
+    """Draw step time, waits and memory over the number of ranks: a line per strategy, and the fastest split of HSDP.
+
+    Args:
+        found: The predictions.
+        title: What is drawn.
+        path: The file.
+    """
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.6, 7.2), dpi=140, layout="constrained")
+    panels: list[Axes] = list(figure.subplots(3, 1, sharex=True))
+    kinds = list(dict.fromkeys(_kind(bar) for bar in found))
+    for kind, color, marker in zip(kinds, (color for *_, color in PARTS), "osD^vPX*", strict=False):
+        fastest: dict[int, Bar] = {}
+        for bar in sorted(found, key=lambda bar: (bar["ranks"], bar["step_seconds"])):
+            if _kind(bar) == kind:
+                fastest.setdefault(bar["ranks"], bar)
+        for on, values in zip(panels, zip(*(_curves(bar) for bar in fastest.values()), strict=True), strict=True):
+            on.plot(list(fastest), values, color=color, marker=marker, markersize=4, label=kind, linewidth=1.4)
+    for on, label in zip(panels, ("step, s", "waits for communication, s", "peak memory, GiB"), strict=True):
+        on.set_xscale("log", base=2)
+        on.set_ylim(bottom=0)
+        on.set_title(label, loc="left", fontsize=10, fontweight="bold")
+        on.grid(color="#dddddd", linewidth=0.6)
+        on.tick_params(labelsize=9, length=0)
+        for side in ("top", "right"):
+            on.spines[side].set_visible(False)
+    ranks = sorted({bar["ranks"] for bar in found})
+    panels[-1].set_xticks(ranks, [f"{each:,}" for each in ranks], rotation=30)
+    panels[-1].set_xlabel("ranks")
+    figure.suptitle(title, fontsize=11, x=0.02, ha="left")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower left", ncols=2, frameon=False, fontsize=9)
+    with rc_context({"svg.hashsalt": "curves"}):
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else {})
+
+
+def _kind(bar: Bar) -> str:
+    """The strategy, without the split of HSDP."""
+    name: str = bar["strategy"]
+    return name if bar["axes"]["outer"] == 1 else name.rsplit(" ", 3)[0]
+
+
+def _curves(bar: Bar) -> tuple[float, float, float]:
+    waits = sum(parts["unshard"] + parts["reduce"] for parts in bar["units"].values())
+    return bar["step_seconds"], waits, bar["memory"] / GIB
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Draw the chart."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("json", type=Path, help="what the command has printed")
     parser.add_argument("picture", type=Path, help="the file to write: .svg, .png or .pdf")
     parser.add_argument("--title", default="Memory by strategy", help="(default: %(default)s)")
+    parser.add_argument("--curves", action="store_true", help="step time, waits and memory over the number of ranks")
     add_device(parser)
     options = parser.parse_args(argv)
-    draw(json.loads(options.json.read_text()), options.title, options.picture, options.device_memory)
+    found = json.loads(options.json.read_text())
+    if options.curves:
+        draw_curves(found, options.title, options.picture)
+    else:
+        draw(found, options.title, options.picture, options.device_memory)
 
 
 if __name__ == "__main__":

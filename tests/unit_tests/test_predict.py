@@ -193,6 +193,23 @@ def test_an_all_to_all_sends_through_the_own_network_card() -> None:
     assert seconds("_reduce_scatter_base_", 64) == pytest.approx(63 / 400 + 35e-6, rel=1e-9)
 
 
+def test_groups_side_by_side_share_the_line_between_data_centers() -> None:
+    plain = plan.cluster_of("h100")
+    cluster = dataclasses.replace(plain, site=512, line=(12.5e9, 0.02))
+
+    def seconds(name: str, ranks: int, step: int = 1) -> float:
+        simulation = Simulation(cluster.device, lambda message: cluster.link(message.ranks, message.step), 1)
+        simulation.play([Message(name, ranks, step, 2 * 10**9)])
+        return simulation.now
+
+    # All gather from all: each line carries all bytes once, and 127 hops between hosts come to one between sites.
+    assert seconds("_allgather_base_", 1024) == pytest.approx(2 / 12.5 * 1023 / 1024 + 0.02 + 127 * 5e-6, rel=1e-6)
+    # Each of 512 pairs sums its shard of the gradients, there and back.
+    assert seconds("allreduce_", 2, 512) == pytest.approx(2 * 512 / 12.5 + 2 * 0.020005, rel=1e-6)
+    assert cluster.link(512) == plain.link(512) and cluster.link(64, 8) == plain.link(64, 8)
+    assert cluster.link(1024).all_to_all == pytest.approx(12.5e9 * 1023 / 512 / 512, rel=1e-6)
+
+
 def test_exchanged_gradients_are_an_all_to_all() -> None:
     gpu = Device("gpu", None, {"float32": 1e13, "bfloat16": 1e13}, 1e12)
     policy = MixedPrecisionPolicy(main_params_dtype=torch.float32, grad_comm_dtype=torch.float32)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -137,22 +138,34 @@ class Cluster:
         per_host: GPUs that NVLink connects.
         inside: Bytes per second of a GPU over NVLink, in each direction.
         between: Bytes per second of a GPU's own network card, in each direction.
+        site: GPUs of one data center; None if there is only one.
+        line: Bytes per second from a data center to the next, which all its GPUs share, and seconds of latency.
     """
 
     device: Device
     per_host: int
     inside: float
     between: float
+    site: int | None = None
+    line: tuple[float, float] = (math.inf, 0.0)
 
     def link(self, ranks: int, step: int = 1) -> Link:
-        """The link of ``ranks`` ranks at a distance of ``step``."""
+        """The link of ``ranks`` ranks at a distance of ``step``, with ``step`` such groups side by side."""
         if step * (ranks - 1) < self.per_host:
             return Link("NVLink", self.inside, 2e-6)
         # The ranks in one host receive different parts, each through its own card, and pass them on.
         near = max(self.per_host // step, 1)
         # An all-to-all has nothing to pass on: all that leaves the host goes through the rank's own card.
         own = (ranks - 1) / max((ranks - near) / self.between, (near - 1) / self.inside)
-        return Link("network", min(self.inside, self.between * near), 5e-6, near, own)
+        network = Link("network", min(self.inside, self.between * near), 5e-6, near, own)
+        if self.site is None or step * (ranks - 1) < self.site:
+            return network
+        # One hop of a ring in each data center leaves it, over a line that the groups side by side share.
+        share, latency = self.line[0] / step, network.latency
+        latency += self.line[1] * (ranks * step / self.site - 1) / (ranks / near - 1)
+        there = max(ranks - max(self.site // step, 1), 1)
+        own = min(own, share * (ranks - 1) / (there * max(self.site // step, 1)))
+        return Link("line between data centers", min(network.bandwidth, share), latency, near, own)
 
     def links(self, ranks: Topology) -> tuple[Link, Link]:
         """The links of the inner and the outer axis."""

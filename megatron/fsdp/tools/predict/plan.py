@@ -218,6 +218,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device-memory", type=size, metavar="SIZE", help="instead of the GPU's, as in 64GiB")
     parser.add_argument("--network", type=size, metavar="SIZE", help="bytes per second of a GPU's own card, as in 50GB")
     parser.add_argument("--per-host", type=int, metavar="N", help="GPUs that NVLink connects")
+    of_sites = ("N", "SIZE", "SECONDS")
+    sites = "data centers, bytes per second of the line that joins two, and its latency, as in 2 12.5GB 0.02"
+    parser.add_argument("--sites", nargs=3, metavar=of_sites, help=sites)
     machine.add_argument("--machine", type=Path, metavar="FILE", help="a file that --calibrate has written")
     parser.add_argument("--dtype", choices=program.DTYPES, default="bf16", help="of the compute weights (or bf16)")
     parser.add_argument("--main-dtype", choices=program.DTYPES, default="fp32", help="of the main weights (or fp32)")
@@ -238,11 +241,15 @@ def _cluster(options: argparse.Namespace, ranks: int) -> Cluster:
     if options.machine is None:
         found = cluster_of(options.gpu)
         device = dataclasses.replace(found.device, memory=options.device_memory or found.device.memory)
-        return Cluster(
-            device, options.per_host or found.per_host, found.inside, float(options.network or found.between)
-        )
-    if options.device_memory or options.network or options.per_host:
-        raise ValueError("--device-memory, --network, --per-host: a --machine has its own.")
+        per_host, between = options.per_host or found.per_host, float(options.network or found.between)
+        if options.sites is None:
+            return Cluster(device, per_host, found.inside, between)
+        sites, rate, latency = int(options.sites[0]), parse_memory(options.sites[1]), float(options.sites[2])
+        if sites < 2 or ranks % (sites * per_host):
+            raise ValueError(f"--sites {sites}: expected at least 2, with the same number of hosts; got {ranks} GPUs.")
+        return Cluster(device, per_host, found.inside, between, ranks // sites, (float(rate), latency))
+    if options.device_memory or options.network or options.per_host or options.sites:
+        raise ValueError("--device-memory, --network, --per-host, --sites: a --machine has its own.")
     measured = Calibration.load(options.machine)
     link = measured.link or Link("not measured", measured.device.bandwidth / 2, 1e-5)
     return Cluster(measured.device, ranks, link.bandwidth, link.bandwidth)
@@ -357,7 +364,7 @@ class _Search:
         return self._program.model
 
     def choices(self) -> list[list[Choice]]:
-        """The best for each number of ranks, or of those that were found before Ctrl-C."""
+        """The best for each number of ranks (all for JSON), or of those that were found before Ctrl-C."""
         found: list[list[Choice]] = []
         try:
             for ranks in self._options.ranks:
@@ -367,7 +374,8 @@ class _Search:
             print("interrupted: the best so far", file=sys.stderr)
         finally:
             self._progress.end()
-        return [ordered(of_ranks)[: search.SHOWN] for of_ranks in found if of_ranks]
+        shown = None if self._options.json else search.SHOWN
+        return [ordered(of_ranks)[:shown] for of_ranks in found if of_ranks]
 
     def _run(self, ranks: int, found: list[Choice]) -> None:
         """Predict every strategy, and append the choices."""
