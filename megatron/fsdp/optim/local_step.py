@@ -176,10 +176,10 @@ class LocalStep:
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and value.dim() and value.shape == shard.shape:
                 # Reuse the DTensor unless the optimizer has replaced the tensor: making one costs more than the rest.
-                dtensor = local._known.get(key)
-                state[key] = (
-                    dtensor if dtensor is not None and dtensor._local_tensor is value else make_like(value, main)
-                )
+                known = local._known.get(key)
+                if known is None or known._local_tensor is not value:
+                    known = make_like(value, main)
+                state[key] = known
         local._known = {}
         optimizer.state[main] = state
 
