@@ -133,16 +133,15 @@ def _predict(training: Training, layers: int) -> Prediction:
             block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
         return made
 
-    ranks = Topology(training.ranks)
     policy = MixedPrecisionPolicy(main_params_dtype=torch.float32, main_grads_dtype=torch.float32)
     return predict(
         model,
         lambda: torch.zeros(training.sequences, training.sequence + 1, dtype=torch.int64),
         config=FSDPConfig(3, mixed_precision_policy=policy),
         units=[Block],
-        ranks=ranks,
+        ranks=Topology(training.ranks),
         device=cluster.device,
-        link=cluster.links(ranks),
+        link=lambda message: cluster.link(message.ranks, message.step),
         optimizer=lambda parameters: torch.optim.AdamW(parameters, foreach=True),
         loss=loss_of,
         micro_batches=training.micro_batches,

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from megatron.fsdp.tools.devices import GIB
-from megatron.fsdp.tools.predict import Topology, search
+from megatron.fsdp.tools.predict import search
 from megatron.fsdp.tools.predict.plan import (
     Choice,
     Cluster,
@@ -75,9 +75,8 @@ def test_choices_their_order_and_an_audit(tmp_path: Path) -> None:
 
 
 def test_links_follow_the_hosts() -> None:
-    inner, outer = H100.links(Topology(8, 8))
-    assert (inner.bandwidth, outer.bandwidth) == (H100.inside, H100.between)
-    crossing, _ = H100.links(Topology(64))
+    assert (H100.link(8).bandwidth, H100.link(8, 8).bandwidth) == (H100.inside, H100.between)
+    crossing = H100.link(64)
     assert crossing.bandwidth == 8 * H100.between and crossing.ranks_per_hop == 8
     assert [axes.inner for *_, axes in candidates(64, 8)] == [64, 64, 64, 64, 8, 8, 16, 16, 32, 32]
 

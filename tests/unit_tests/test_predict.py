@@ -208,6 +208,11 @@ def test_groups_side_by_side_share_the_line_between_data_centers() -> None:
     assert seconds("allreduce_", 2, 512) == pytest.approx(2 * 512 / 12.5 + 2 * 0.020005, rel=1e-6)
     assert cluster.link(512) == plain.link(512) and cluster.link(64, 8) == plain.link(64, 8)
     assert cluster.link(1024).all_to_all == pytest.approx(12.5e9 * 1023 / 512 / 512, rel=1e-6)
+    # A few bytes that all ranks sum go from host to host and once over the line, also with HSDP.
+    model, batch = lambda: _model("plain"), lambda: _batch("plain")
+    found = plan.plan(model, batch, units=[Block], ranks=1024, cluster=cluster)
+    seconds_of = {choice.name: choice.prediction.step_seconds for choice in found}
+    assert 0.04 < seconds_of["HSDP 2 x 512"] < 0.5
 
 
 def test_exchanged_gradients_are_an_all_to_all() -> None:

@@ -18,8 +18,8 @@ from megatron.fsdp.sharding.mesh import MeshIndex
 from megatron.fsdp.tools.predict.calibration import calibrate
 from megatron.fsdp.tools.predict.ghosts import Cost
 from megatron.fsdp.tools.predict.machine import Calibration, Device, Link, Topology
-from megatron.fsdp.tools.predict.play import Allocation, Simulation, in_program_order
-from megatron.fsdp.tools.predict.record import LabelledMemory, Mark, Message, Recorder, fake_ranks
+from megatron.fsdp.tools.predict.play import Allocation, LinkOf, Simulation, in_program_order
+from megatron.fsdp.tools.predict.record import LabelledMemory, Mark, Recorder, fake_ranks
 from megatron.fsdp.tools.program import output_loss
 from megatron.fsdp.tools.trace.clock import HostClock
 from megatron.fsdp.tools.trace.recorder import StepRecorder
@@ -80,7 +80,7 @@ def predict(  # noqa: PLR0913 - each is a part of the question
     units: Sequence[type[nn.Module] | str],
     ranks: Topology,
     device: Device,
-    link: Link | tuple[Link, Link],
+    link: Link | LinkOf,
     optimizer: Callable[[Any], torch.optim.Optimizer],
     loss: Callable[[nn.Module, Any], torch.Tensor] | None = None,
     micro_batches: int = 1,
@@ -94,8 +94,7 @@ def predict(  # noqa: PLR0913 - each is a part of the question
         units: Classes whose modules become units, or their names.
         ranks: The data-parallel ranks. Rank 0 is predicted.
         device: What a rank computes on.
-        link: How ranks are connected along both axes, or a pair for the inner and the outer axis. Both axes share one
-            link if it is the same object.
+        link: How ranks are connected, or a function that returns the link of a message. Links of one name are shared.
         optimizer: Called with the sharded model's parameters.
         loss: Called with model and batch. None: ``program.output_loss``.
         micro_batches: Forwards and backwards per step.
@@ -104,7 +103,7 @@ def predict(  # noqa: PLR0913 - each is a part of the question
         RuntimeError: ``torch.distributed`` is initialized with a process group that moves data.
         NotImplementedError: The shape of an operator's result depends on values. The message names the operator.
     """
-    links = link if isinstance(link, tuple) else (link, link)
+    link_of = (lambda message: link) if isinstance(link, Link) else link
     recorder = Recorder("nccl" if device.runs_ahead else "gloo", device.runs_ahead)
     with fake_ranks(ranks.size):
         mesh = init_device_mesh("cpu", (ranks.outer, ranks.inner), mesh_dim_names=("dp_outer", "dp_shard"))
@@ -117,15 +116,10 @@ def predict(  # noqa: PLR0913 - each is a part of the question
             # The first step allocates state and records the plan, and the second one is the first to follow it.
             for number in range(3):
                 steps.run(record=number == 2)
-    return _played(steps, recorder, links, ranks, device)
+    return _played(steps, recorder, link_of, ranks, device)
 
 
-def _played(
-    steps: "_Steps", recorder: Recorder, links: tuple[Link, Link], ranks: Topology, device: Device
-) -> Prediction:
-    def link_of(message: Message) -> Link:
-        return links[1] if message.step >= ranks.inner or message.ranks > ranks.inner else links[0]
-
+def _played(steps: "_Steps", recorder: Recorder, link_of: LinkOf, ranks: Topology, device: Device) -> Prediction:
     simulation = Simulation(device, link_of, ranks.per_host or ranks.size)
     simulation.play(recorder.program)
     begin, end = steps.begin.seconds, steps.end.seconds

@@ -167,10 +167,6 @@ class Cluster:
         own = min(own, share * (ranks - 1) / (there * max(self.site // step, 1)))
         return Link("line between data centers", min(network.bandwidth, share), latency, near, own)
 
-    def links(self, ranks: Topology) -> tuple[Link, Link]:
-        """The links of the inner and the outer axis."""
-        return self.link(ranks.inner), self.link(ranks.outer, ranks.inner)
-
 
 # Dense peaks of bf16 and fp32 (as TF32) per second, bytes per second of memory, NVLink and network card in one
 # direction, and GPUs per NVLink domain, from data sheets.

@@ -136,7 +136,7 @@ def plan(
     for name, arguments, inner, outer, axes in candidates(ranks, cluster.per_host):
         config = FSDPConfig(inner, outer, policy or MixedPrecisionPolicy())
         settings: dict[str, Any] = {"config": config, "units": units, "ranks": axes, "device": cluster.device}
-        predicted = predict(model_fn, batch_fn, link=cluster.links(axes), **settings, **more)
+        predicted = predict(model_fn, batch_fn, link=lambda m: cluster.link(m.ranks, m.step), **settings, **more)
         on_device = cluster.device.runs_ahead
         taken = with_overhead(predicted.peak.total) if on_device else predicted.peak.total
         found.append(Choice(name, arguments, axes, predicted, taken, cluster.device.memory))
