@@ -254,6 +254,27 @@ def test_evenly_sharded_state_loads(ranks: RankPool, world: int) -> None:
 
 
 @on_ranks(2)
+def test_state_of_a_part_loads() -> None:
+    """A module inside, which is marked, loads its own state as without sharding, before and after a forward."""
+    expected = TinyModel().to(device())
+    model, batch = build(fsdp2, copy.deepcopy(expected)), batches(1, 1)[0, 0]
+    for value in (0.5, 0.25):
+        state = {name: torch.full_like(weight, value) for name, weight in expected.blocks[1].state_dict().items()}
+        expected.blocks[1].load_state_dict(state)
+        assert model.blocks[1].load_state_dict(state) == ([], [])
+        assert all(
+            torch.equal(weight, expected.state_dict()[name].cpu()) for name, weight in full_weights(model).items()
+        )
+        torch.testing.assert_close(model(batch), expected(batch))
+    del state["up.bias"]
+    assert model.blocks[1].load_state_dict(state | {"other": batch}, strict=False) == (["up.bias"], ["other"])
+    with pytest.raises(RuntimeError, match=r"Missing: up\.bias\. Unexpected: none"):
+        model.blocks[1].load_state_dict(state)
+    with pytest.raises(RuntimeError, match=r"up\.bias: expected shape \(40,\); got \(3,\)"):  # a ValueError, too
+        model.blocks[1].load_state_dict({"up.bias": torch.zeros(3)}, strict=False)
+
+
+@on_ranks(2)
 def test_meta_device() -> None:
     """Building on the meta device, as one writes it for FSDP2: the values come from the user's own code."""
     with torch.device("meta"):

@@ -260,14 +260,10 @@ class FSDPModule(MarkedModule):
             assign: No effect: values are always copied.
 
         Raises:
-            RuntimeError: ``strict``, and keys are missing or unexpected.
-            ValueError: A shape differs.
-            NotImplementedError: This is a submodule of a sharded model.
+            RuntimeError: ``strict``, and keys are missing or unexpected. Or a shape differs: a ValueError, too.
         """
         model = model_of(self)
-        if owned_model(self) is not model:
-            raise NotImplementedError("load_state_dict of a submodule of a sharded model: load into the whole model.")
-        return load(model.engine, self, "", state_dict, strict)
+        return load(model.engine, self, "" if owned_model(self) is model else None, state_dict, strict)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Unshard this module's unit, until its next forward. Marked modules inside it are units of their own.

@@ -24,6 +24,10 @@ from megatron.fsdp.runtime.engine import Engine, engines_of
 from megatron.fsdp.runtime.partition import public_name
 
 
+class WrongShape(ValueError, RuntimeError):
+    """A value in a state dict has another shape. PyTorch's modules raise a RuntimeError."""
+
+
 def _check(param: ShardedParameter, value: torch.Tensor, key: str) -> None:
     """Raise ValueError if ``value``, named ``key`` in the message, cannot be a value of the parameter."""
     check_values(key, value.dtype, param.main.dtype)
@@ -44,8 +48,8 @@ def _shape_of(target: ShardedParameter | torch.Tensor) -> torch.Size:
     return target.main.shape if isinstance(target, ShardedParameter) else target.shape
 
 
-def _other_shape(key: str, target: ShardedParameter | torch.Tensor, value: torch.Tensor) -> ValueError:
-    return ValueError(
+def _other_shape(key: str, target: ShardedParameter | torch.Tensor, value: torch.Tensor) -> WrongShape:
+    return WrongShape(
         f"{key}: expected shape {tuple(_shape_of(target))}; got {tuple(value.shape)}. Give the state of a model of the "
         "same sizes."
     )
@@ -204,26 +208,38 @@ def before_state_dict(original: Callable[..., Any], model: nn.Module, *args: Any
     return original(model, *args, **options)
 
 
+def _named(engine: Engine, module: nn.Module, prefix: str | None) -> list[tuple[ShardedParameter, list[str]]]:
+    """The parameters of a module, each with its names in a state dict of the module."""
+    if prefix is not None:
+        return [(param, [prefix + name for name in param.names]) for param in engine.params()]
+    engine.schedule.show_main()
+    found: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        found.setdefault(id(parameter), []).append(public_name(name))
+    return [(param, found.get(id(param.main), [])) for param in engine.params()]
+
+
 @torch.no_grad()
-def load(engine: Engine, module: nn.Module, prefix: str, state_dict: Mapping[str, Any], strict: bool) -> Any:
+def load(engine: Engine, module: nn.Module, prefix: str | None, state_dict: Mapping[str, Any], strict: bool) -> Any:
     """Copy a state dict into main weights and buffers, and mark compute weights as out of date.
 
     Args:
         engine: The engine of the model.
         module: The module whose buffers have the names that ``state_dict`` uses.
-        prefix: Prefix of parameter names in ``state_dict``.
+        prefix: Prefix of parameter names in ``state_dict``. None: ``module`` is a part of the model, and only its
+            parameters are loaded.
         state_dict: Full tensors or DTensors, by name.
         strict: Every parameter and buffer must be present, and nothing else.
     """
     engine.agree()
-    names = {id(param): [prefix + name for name in param.names] for param in engine.params()}
-    wanted: dict[str, Any] = {name: param for param in engine.params() for name in names[id(param)]}
+    named = _named(engine, module, prefix)
+    wanted: dict[str, Any] = {name: param for param, names in named for name in names}
     wanted |= unsharded_state(module)
     original, result = state_dict, _IncompatibleKeys([], [])
     # Check all values before the first copy, so that an error leaves the model unchanged.
     with propagate_errors(engine.index):
         state_dict = _changed_by_hooks(module, original, result)
-        tied = {name for names_ in names.values() if any(n in state_dict for n in names_) for name in names_}
+        tied = {name for _, names in named if any(n in state_dict for n in names) for name in names}
         keys = [key for key in wanted if key in state_dict]
         missing, unexpected = [k for k in wanted if k not in state_dict], [k for k in state_dict if k not in wanted]
         if strict and not any(_may_forgive(owner) for _, owner in _owners(module)):
