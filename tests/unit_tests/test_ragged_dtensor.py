@@ -107,6 +107,14 @@ REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "foreach norm": lambda t: torch._foreach_norm([t, t])[1],
     "norm of norms": lambda t: torch.linalg.vector_norm(torch.stack(torch._foreach_norm([t, 2 * t]))),
 }
+# Along one dimension.
+ALONG: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "norms of rows": lambda t: t.norm(dim=-1),
+    "means of columns": lambda t: t.mean(0),
+    "sums of rows, kept": lambda t: t.sum(-1, keepdim=True),
+    "indices of the largest": lambda t: t.max(0)[1],
+    "any": lambda t: (t > 2.9).any(0),
+}
 
 
 @on_ranks(3)
@@ -133,6 +141,8 @@ def test_operations(case: str) -> None:
         _same(found, expected)
         # item() returns the reduced number, not this rank's summand.
         assert operation(ragged).item() == pytest.approx(expected.item(), rel=1e-5, abs=1e-6), name
+    for operation in ALONG.values():
+        _same(operation(ragged), operation(whole))
     assert torch.equal(ragged, ragged.clone()) and not torch.equal(ragged, ragged + (ragged > 2.9))
     assert torch.allclose(ragged, ragged * (1 + 1e-9))
     # A mask or weights of the full shape, also without memory of their own.
@@ -176,7 +186,6 @@ def test_other_operations_raise() -> None:
         lambda: ragged @ ragged.t(),
         lambda: ragged.view(-1),
         lambda: ragged[0],
-        lambda: ragged.sum(0),
         lambda: ragged.sort(),
         lambda: torch.cat([ragged, ragged]),
         lambda: ragged * whole[0],

@@ -553,7 +553,7 @@ def _new(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _reduction(func: Any, args: tuple, kwargs: dict) -> Any:
-    """A reduction of all elements: of this rank's shard, and then over the ranks. A collective."""
+    """A reduction. A collective: of all elements, this rank's are reduced first; else the full tensor is gathered."""
     tensor, given = args[0], _arguments(func, args, kwargs)
     require_no_graph(func, args[:1])
     dim = given.get("dim")
@@ -561,7 +561,7 @@ def _reduction(func: Any, args: tuple, kwargs: dict) -> Any:
     dims = [dim] if isinstance(dim, int) else list(dim or range(size))
     # `max` and `min` along a dimension return indices as well, so they have several results.
     if len(func._schema.returns) > 1 or {d % size for d in dims} != set(range(size)):
-        raise Unsupported(func, f"it reduces dimensions {dims} only")
+        return _on_full(func, args, kwargs)
     value = reduce_tensor(func._schema.name.removeprefix("aten::"), tensor, given)
     return replicated(value.reshape((1,) * tensor.dim()) if given.get("keepdim") else value, tensor.device_mesh)
 
