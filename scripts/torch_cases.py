@@ -82,6 +82,9 @@ def install(whole: bool = False, control: bool = False) -> None:
     torch.accelerator.device_count = lambda: MOST_RANKS
     torch.cpu.device_count = lambda: RANKS
     torch.set_num_threads(1)
+    # A fork leaves torch's pool of threads unusable, and the two threads that a first backward starts would replace it
+    # at once: at times, "Invalid thread pool!" ends a rank, and the others lose their connections.
+    os.register_at_fork(after_in_child=functools.partial(torch.set_num_threads, 1))
 
 
 def _compare_whole(case: Any, plain: torch.nn.Module, sharded: Any, prefixes: Any = ()) -> None:
