@@ -1,6 +1,7 @@
 """Parameters that a loss reads outside of the model's forward have plain PyTorch's gradient, averaged over ranks."""
 
 import copy
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -260,6 +261,40 @@ def test_norms_can_be_printed() -> None:
     assert f"{norm:.3f}" == f"{expected:.3f}" and f"{norm}" == str(norm.item())
     values: tuple[Any, ...] = (norm.tolist(), norm.cpu().numpy(), numpy.asarray(norm.cpu()))
     assert values == (norm.item(),) * 3
+
+
+@on_ranks(2)
+def test_results_of_a_graph_have_the_method_for_the_full_tensor() -> None:
+    """Code for torch's FSDP2 calls it on penalties, and on norms that are logged, in whatever they are part of."""
+    plain = nn.Linear(5, 3).to(device())
+    sharded, data = fsdp2.fully_shard(copy.deepcopy(plain)), torch.ones(2, 5, device=device())
+    losses = []
+    for model in (plain, sharded):
+        weight, bias = model.parameters()
+        reads = [weight.norm(), (weight * 2).max(dim=0)[0].sum(), torch.linalg.matrix_norm(weight * weight), bias.std()]
+        penalty = torch.stack([*reads, sum(reads)]).norm()  # type: ignore[list-item]
+        loss = model(data).sum() + penalty
+        losses += [loss, penalty, weight.norm(dim=1), reads[0].detach() ** 2]
+        (model(data).sum() + _full(penalty)).backward()
+    for expected, found in zip(losses[:4], losses[4:], strict=True):
+        assert type(found.full_tensor()) is torch.Tensor
+        torch.testing.assert_close(found.full_tensor(), expected)
+        assert repr(found.detach()) == repr(expected.detach()) or DEVICE == "cuda"
+    for parameter, reference in zip(sharded.parameters(), plain.parameters(), strict=True):
+        assert parameter.grad is not None
+        torch.testing.assert_close(_full(parameter.grad), reference.grad)
+    shown = losses[-1]
+    assert f"{shown:.3f}" == f"{shown.item():.3f}" and type(copy.deepcopy(shown)) is torch.Tensor
+    file = io.BytesIO()
+    torch.save(shown, file)
+    file.seek(0)
+    assert torch.load(file, weights_only=True) == shown
+    total = torch.zeros((), device=device())
+    alias = total
+    total += shown
+    assert total is alias
+    assert type(data * shown) is torch.Tensor  # activations stay plain
+    assert torch.compile(lambda x: x * 2, backend="eager")(shown) == shown * 2
 
 
 @on_ranks(2)

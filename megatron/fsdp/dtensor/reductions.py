@@ -4,6 +4,7 @@ A loss that reads a parameter outside of the model's forward, such as a penalty 
 rank, that is a function of the full tensor.
 """
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from types import FunctionType
@@ -94,6 +95,47 @@ def _extreme(dtype: torch.dtype, largest: bool) -> float | int | bool:
     return torch.iinfo(dtype).max if largest else torch.iinfo(dtype).min
 
 
+class Whole(torch.Tensor):
+    """A full tensor that a graph has computed from sharded ones alone, such as a penalty on weights.
+
+    Outside of graphs, such results are DTensors. Code for torch's FSDP2 calls ``full_tensor()`` of both.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict | None = None) -> Any:
+        if not all(issubclass(cls, kind) for kind in types):
+            return NotImplemented
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        # torch.compile follows the base of a view, which itself has none.
+        return result if func.__name__ == "__get__" else _whole(result, args, kwargs)
+
+    def full_tensor(self, *, grad_placements: object = None) -> torch.Tensor:
+        """Return the plain tensor."""
+        return self.as_subclass(torch.Tensor)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.full_tensor().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        return copy.deepcopy(self.full_tensor(), memo)
+
+    def __format__(self, format_spec: str) -> str:
+        return format(self.full_tensor(), format_spec)
+
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
+        return repr(self.full_tensor())
+
+
+def _whole(result: Any, args: tuple, kwargs: dict | None) -> Any:
+    """The plain tensors of a result as :class:`Whole`, unless plain tensors, such as activations, are its operands."""
+    for value in tree_leaves((args, kwargs)):
+        is_plain = isinstance(value, torch.Tensor) and not isinstance(value, (DTensor, Whole))
+        if value is result or (is_plain and value.dim()):
+            return result
+    return tree_map_only(torch.Tensor, lambda t: t.as_subclass(Whole) if type(t) is torch.Tensor else t, result)
+
+
 class NeedsFullTensor(NotImplementedError):
     """A step of a read for which shards are not enough: ranks may give other operands, or its derivative needs all.
 
@@ -121,7 +163,7 @@ def require_no_graph(func: Any, values: Sequence[Any]) -> None:
 def call(func: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
     """Call a function of torch with sharded tensors: on shards where that is exact, else on full tensors."""
     if (result := _sum_or_norm(func, args, kwargs)) is not None:
-        return result
+        return _whole(result, args, kwargs)
     # A function in Python may have drawn random numbers before it needs a full tensor.
     states = [(each, each.get_state()) for each in _generators()] if isinstance(func, FunctionType) else []
     try:
@@ -140,8 +182,7 @@ def call(func: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
                 return tensor.full_tensor()
             return tensor if type(tensor) is DTensor else tensor.redistribute(mesh, [Replicate()] * mesh.ndim)
 
-        args, kwargs = tree_map_only(DTensor, full, (args, kwargs))
-        return func(*args, **kwargs)
+        return _whole(func(*tree_map_only(DTensor, full, args), **tree_map_only(DTensor, full, kwargs)), args, kwargs)
 
 
 def _generators() -> list[torch.Generator]:
