@@ -76,6 +76,14 @@ def test_a_first_forward_inside_of_torch_func_raises_and_changes_nothing() -> No
     fsdp2.fully_shard(model.blocks[0])
     fsdp2.fully_shard(model)
     tokens = batches(1, 1)[0, 0]
-    with pytest.raises(NotImplementedError, match=r"torch\.func .* do not work"):
+    with pytest.raises(NotImplementedError, match=r"torch\.func .* does not work"):
         torch.vmap(model)(tokens[None])
     loss_of(model, tokens).backward()
+
+
+@on_ranks(1)
+def test_a_first_forward_inside_of_jvp() -> None:
+    layer = torch.nn.Linear(4, 4, device=device())
+    right, x = layer.weight.detach().clone(), torch.randn(2, 4, device=device())
+    fsdp2.fully_shard(layer)
+    assert torch.equal(torch.func.jvp(layer, (x,), (x,))[1], x @ right.t())

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
@@ -208,6 +209,16 @@ def _gradient_penalty(side: Side) -> torch.Tensor:
     return side.descend(y.pow(2).mean() + (gradient.norm(dim=1) - 1).pow(2).mean())
 
 
+def _derivative_along_the_input(side: Side) -> torch.Tensor:
+    """Both kinds of forward-mode AD, a frozen block, and a loss of the derivatives and of an input with a gradient."""
+    side.inner.blocks[1].requires_grad_(False)
+    x, direction = batch().requires_grad_(), 0.3 * batch()
+    y, derivative = torch.func.jvp(lambda given: side.model(x + given), (torch.zeros_like(x),), (direction,))
+    with forward_ad.dual_level():
+        _, again = forward_ad.unpack_dual(side.model(forward_ad.make_dual(x, direction)))
+    return side.descend((y - derivative).pow(2).mean() + again.sin().mean())
+
+
 def _captured(side: Side) -> torch.Tensor:
     """A backward, then one of an activation that a hook has captured."""
     side.model(batch()).pow(2).mean().backward()
@@ -250,6 +261,7 @@ PROGRAMS: dict[str, tuple[Program, Callable[[], nn.Module], list[str]]] = {
     "penalty in an attribute": (_penalized, lambda: Model(4, "penalized"), list(SETTINGS)[:5]),
     "no head": (_penalized, lambda: Headless(4), list(SETTINGS)),
     "gradient penalty": (_gradient_penalty, lambda: Model(4), list(SETTINGS)[:5]),
+    "forward-mode AD": (_derivative_along_the_input, lambda: Model(4), list(SETTINGS)[:5]),
     "captured": (_captured, Model, list(SETTINGS)),
     "captured, checkpointed": (_captured, lambda: Model(2, "checkpoint"), list(SETTINGS)),
     "functional_call": (_given_weights, Model, list(SETTINGS)),

@@ -7,6 +7,7 @@ from megatron.fsdp.buffers.pool import Pool
 from megatron.fsdp.dtensor.placements import contiguous_stride
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron.fsdp.dtensor.unsupported import refuse_reads
+from megatron.fsdp.helpers.autograd import unwrapped
 from megatron.fsdp.sharding.layout import Layout
 
 
@@ -76,5 +77,5 @@ def gap_views(flat: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
 
 def storage_id(tensor: torch.Tensor) -> int:
     """Identity of a tensor's storage, which does not depend on its memory being allocated; 0 for sparse tensors."""
-    local = local_shard(tensor) if isinstance(tensor, DTensor) else tensor
+    local = local_shard(tensor) if isinstance(tensor, DTensor) else unwrapped(tensor)
     return local.untyped_storage()._cdata if local.layout is torch.strided else 0

@@ -64,6 +64,7 @@ from megatron.fsdp.fsdp2.marked import (
     set_mark,
     shard_if_pending,
 )
+from megatron.fsdp.helpers.autograd import outside_transforms
 from megatron.fsdp.helpers.weak import not_compiled
 from megatron.fsdp.runtime.structure import reject_conversion
 from megatron.fsdp.runtime.unit import Unit, WeightState
@@ -121,7 +122,7 @@ def _before_forward(module: "FSDPModule", args: tuple, kwargs: dict) -> tuple[tu
     """Shard the model if it is not sharded yet. Cast the forward's inputs, and move those of the outermost module."""
     model, dtype, device = model_of(module, computes=True), mark_of(module).input_dtype, None
     if owned_model(module) is model:
-        model.before_forward()
+        outside_transforms(model.before_forward)
         device = None if is_on_host(model.engine.device) else model.engine.device
     return _cast((args, kwargs), dtype, device) if dtype or device else (args, kwargs)
 

@@ -29,7 +29,7 @@ from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.dtensor import torch_patches
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron.fsdp.dtensor.unsupported import refuse_join
-from megatron.fsdp.helpers.autograd import refuse_transforms
+from megatron.fsdp.helpers.autograd import outside_transforms, refuse_transforms
 from megatron.fsdp.init.materialize import NO_VALUES, check_has_values, initialized_by_caller
 from megatron.fsdp.optim.hooks import attach_at_first_use, attach_if_needed, watch_steps
 from megatron.fsdp.runtime.agreement import as_text, checksum, difference, receive
@@ -351,7 +351,7 @@ def shard_if_pending(module: MarkedModule, computes: bool = False) -> None:
         if computes:
             refuse_transforms(type(module).__name__)
             check_has_values(outermost)
-        _shard(outermost)
+        outside_transforms(_shard, outermost)
 
 
 @torch.inference_mode(False)  # the first forward may be an evaluation, whose tensors could not be trained later

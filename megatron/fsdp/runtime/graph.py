@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from megatron.fsdp.helpers.autograd import in_backward
+from megatron.fsdp.helpers.autograd import in_backward, in_forward_ad, unwrapped
 from megatron.fsdp.helpers.notes import add_note
 from megatron.fsdp.helpers.weak import weak_method
 from megatron.fsdp.runtime.partition import owner_of
@@ -43,7 +44,10 @@ def watch_outputs(unit: "Unit", output: Any, end: Any) -> None:
         end: The node that :func:`watch_inputs` returned.
     """
     for tensor in tensors_in(output):
-        if tensor.grad_fn is not None:
+        if in_forward_ad():
+            parts = (tensor, forward_ad.unpack_dual(tensor).tangent)
+            _mark_gradients([unwrapped(part) for part in parts if part is not None], {unit})
+        elif tensor.grad_fn is not None:
             tensor.register_hook(weak_method(unit.pre_backward))
             node: Any = tensor.grad_fn
             doors = node.metadata.setdefault(_DOORS, {}).setdefault(tensor.output_nr, [])
@@ -69,9 +73,10 @@ def watch_inputs(unit: "Unit", args: tuple, kwargs: dict) -> tuple[tuple[tuple, 
     """Pass inputs that need gradients through :class:`_EndOfBackward`.
 
     Returns:
-        The inputs, and the node that they come from; None for both if no input needs a gradient.
+        The inputs, and the node that they come from; None for both if no input needs a gradient, or in forward-mode
+        AD, which has no rule for the function.
     """
-    values, _ = tree_flatten((args, kwargs))
+    values, _ = ((), None) if in_forward_ad() else tree_flatten((args, kwargs))
     found = {id(value): value for value in values if isinstance(value, torch.Tensor) and value.requires_grad}
     if not found:
         return None, None
@@ -228,7 +233,7 @@ _MODIFIED = (
 
 
 def _mark_gradients(gradients: Sequence[torch.Tensor | None], units: "set[Unit]") -> None:
-    """Tell a later backward of these gradients which units' weights it reads: frozen ones have no node in its graph."""
+    """Tell a later backward of these tensors which units' weights it reads: frozen ones have no node in its graph."""
     frozen = [weakref.ref(unit) for unit in units if is_frozen(unit)]
     for gradient in gradients:
         if gradient is not None and gradient.grad_fn is not None:

@@ -18,7 +18,7 @@ from megatron.fsdp.buffers.parameter_group import ParameterGroup
 from megatron.fsdp.buffers.pool import Slot
 from megatron.fsdp.buffers.weights import PlaneSet, outdated
 from megatron.fsdp.comm.journal import Channel, Log, report_on_failure
-from megatron.fsdp.helpers.autograd import in_backward, refuse_transforms
+from megatron.fsdp.helpers.autograd import in_backward, outside_transforms, refuse_transforms
 from megatron.fsdp.helpers.labels import profiled
 from megatron.fsdp.helpers.weak import not_compiled, weak_method
 from megatron.fsdp.quantized.storage import Direction, storage_of
@@ -451,7 +451,7 @@ class Unit:
         self._depth += 1
         if self._depth > 1:
             return None
-        watches = schedule.before_forward(self)
+        watches = outside_transforms(schedule.before_forward, self)
         self._depth = 1  # also if weights were written and everything was reset
         if not watches:
             return None
@@ -491,7 +491,7 @@ class Unit:
         copied = self._copy_own_weights(output)
         output = output if copied is None else copied
         end, self._end = self._end, None
-        if schedule.after_forward(self):
+        if outside_transforms(schedule.after_forward, self):
             watch_outputs(self, output, end)
         return copied
 
