@@ -87,10 +87,10 @@ def install(whole: bool = False, control: bool = False) -> None:
     os.register_at_fork(after_in_child=functools.partial(torch.set_num_threads, 1))
 
 
-def _compare_whole(case: Any, plain: torch.nn.Module, sharded: Any, prefixes: Any = ()) -> None:
+def _compare_whole(case: Any, plain: torch.nn.Module, sharded: Any, prefixes_to_ignore: Any = ()) -> None:
     """Take the place of torch's ``check_sharded_parity``: every parameter and gradient is equal as a full tensor."""
     for (name, ours), (other, reference) in zip(sharded.named_parameters(), plain.named_parameters(), strict=True):
-        case.assertEqual(functools.reduce(lambda text, prefix: text.replace(prefix, ""), prefixes, name), other)
+        case.assertEqual(functools.reduce(lambda n, each: n.replace(each, ""), prefixes_to_ignore, name), other)
         case.assertEqual(ours.full_tensor(), reference)
         case.assertEqual(ours.grad is None, reference.grad is None)
         if reference.grad is not None:
