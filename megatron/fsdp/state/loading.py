@@ -25,7 +25,7 @@ from megatron.fsdp.runtime.partition import public_name
 
 
 class WrongShape(ValueError, RuntimeError):
-    """A value in a state dict has another shape. PyTorch's modules raise a RuntimeError."""
+    """A value in a state dict has a different shape. PyTorch's modules raise a RuntimeError."""
 
 
 def _check(param: ShardedParameter, value: torch.Tensor, key: str) -> None:
