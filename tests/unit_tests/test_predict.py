@@ -434,8 +434,12 @@ def test_json_of_a_huggingface_config_and_its_chart(
     assert found["no_shard"]["shards"] == pytest.approx((2 + 4) * elements, rel=0.01)
     assert found["optim_grads_params"]["optimizer"] == pytest.approx(8 * elements / 8, rel=0.05)
     (tmp_path / "memory.json").write_text(printed)
-    for name in ("memory.svg", "memory.png"):
-        drawn = [str(tmp_path / "memory.json"), str(tmp_path / name), "--device-memory", "1MB"]
+    for name, option in (
+        ("memory.svg", "--device-memory=1MB"),
+        ("memory.png", "--device-memory=1MB"),
+        ("c.svg", "--curves"),
+    ):
+        drawn = [str(tmp_path / "memory.json"), str(tmp_path / name), option]
         memory_chart.main(drawn)
         first = (tmp_path / name).read_bytes()
         memory_chart.main(drawn)
