@@ -45,7 +45,7 @@ BUDGETS = {
     "megatron/fsdp/tools": 3_149,
     "megatron/fsdp/tools/predict": 1_896,
     "megatron_fsdp": 149,
-    "tests": 42_106,
+    "tests": 42_110,
 }
 
 # Phrases, as regular expressions, and the word that people of this field search for. A line may end at a space.
