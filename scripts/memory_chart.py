@@ -19,6 +19,7 @@ from megatron.fsdp.tools.devices import GIB, add_device  # noqa: E402
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 Bar = dict[str, Any]
 
@@ -44,7 +45,6 @@ def draw(found: Sequence[Bar], title: str, path: Path, capacity: int | None = No
         path: The file.
         capacity: Bytes of a device, which are drawn as a line.
     """
-    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     panels = [[bar for bar in found if bar["ranks"] == ranks] for ranks in dict.fromkeys(bar["ranks"] for bar in found)]
@@ -72,11 +72,17 @@ def draw(found: Sequence[Bar], title: str, path: Path, capacity: int | None = No
             color="#333333",
         )
     axes[-1].set_xlabel("GiB of tensors per rank at the peak of a step")
+    _save(figure, axes[0], title, path, "memory")
+
+
+def _save(figure: "Figure", first: "Axes", title: str, path: Path, salt: str) -> None:
+    """Add the title and the legend, whose entries are those of the first panel, and write the file."""
+    from matplotlib import rc_context
+
     figure.suptitle(title, fontsize=11, x=0.02, ha="left")
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower left", ncols=2, frameon=False, fontsize=9)
+    figure.legend(*first.get_legend_handles_labels(), loc="outside lower left", ncols=2, frameon=False, fontsize=9)
     # A picture that is drawn again is the same file.
-    with rc_context({"svg.hashsalt": "memory"}):
+    with rc_context({"svg.hashsalt": salt}):
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else {})
 
 
@@ -109,7 +115,6 @@ def draw_curves(found: Sequence[Bar], title: str, path: Path) -> None:
         title: What is drawn.
         path: The file.
     """
-    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5.6, 7.2), dpi=140, layout="constrained")
@@ -133,10 +138,7 @@ def draw_curves(found: Sequence[Bar], title: str, path: Path) -> None:
     ranks = sorted({bar["ranks"] for bar in found})
     panels[-1].set_xticks(ranks, [f"{each:,}" for each in ranks], rotation=30)
     panels[-1].set_xlabel("ranks")
-    figure.suptitle(title, fontsize=11, x=0.02, ha="left")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower left", ncols=2, frameon=False, fontsize=9)
-    with rc_context({"svg.hashsalt": "curves"}):
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else {})
+    _save(figure, panels[0], title, path, "curves")
 
 
 def _kind(bar: Bar) -> str:

@@ -131,7 +131,7 @@ class LocalStep:
             local.data = shard
         if local.requires_grad is not main.requires_grad:
             local.requires_grad = main.requires_grad
-        hidden, grad = self._skips_empty and self._is_hidden(main), main.grad
+        hidden, grad = self._is_hidden(main), main.grad
         local._given = local.grad = None if grad is None or hidden else local_gradient(main, grad)
         decoupled = getattr(main, "decoupled_grad", None)
         if decoupled is not None and not hidden:

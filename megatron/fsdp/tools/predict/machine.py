@@ -163,8 +163,8 @@ class Cluster:
         # One hop of a ring in each data center leaves it, over a line that the groups side by side share.
         share, latency = self.line[0] / step, network.latency
         latency += self.line[1] * (ranks * step / self.site - 1) / (ranks / near - 1)
-        there = max(ranks - max(self.site // step, 1), 1)
-        own = min(own, share * (ranks - 1) / (there * max(self.site // step, 1)))
+        here = max(self.site // step, 1)
+        own = min(own, share * (ranks - 1) / (max(ranks - here, 1) * here))
         return Link("line between data centers", min(network.bandwidth, share), latency, near, own)
 
 
