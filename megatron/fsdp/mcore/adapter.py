@@ -29,6 +29,7 @@ from megatron.core.utils import log_single_rank
 from megatron.fsdp.api.ddp_config import FLAGS, from_megatron
 from megatron.fsdp.api.index import FSDPDistributedIndex
 from megatron.fsdp.api.megatron_fsdp import MegatronFSDP
+from megatron.fsdp.buffers.parameter_group import ParameterGroup
 from megatron.fsdp.comm.backends import compute_device
 from megatron.fsdp.config import SYNCHRONOUS, FSDPConfig
 from megatron.fsdp.convert.huggingface.arguments import from_args
@@ -101,6 +102,21 @@ class _Step(LocalStep):
             )
 
 
+def _mark(group: ParameterGroup, sharded: ShardedModule) -> None:
+    """Set the attributes that Megatron-Core and Megatron-Bridge read from the parameters of NVIDIA's FSDP."""
+    shards = sharded.engine.config.sharding_of(group.params[0].key.expert).inner.shards_optimizer
+    # Megatron's norm of gradients, a sum over ranks, leaves out what is marked as shared.
+    repeated = shards and not group.sharding.inner.shards_optimizer and dist.get_rank(group.axes.inner) > 0
+    for param in group.params:
+        main: Any = param.main
+        main.orig_param = param.compute
+        main.__fsdp_param__ = True
+        main.megatron_fsdp_slice = slice(param.shard_slice.start, param.shard_slice.stop)
+        main.megatron_fsdp_dist_index = sharded.index
+        if repeated:
+            main.shared = True
+
+
 def _attach(optimizer: torch.optim.Optimizer) -> None:
     step: _Step | None = vars(optimizer).get("_fsdp_step")
     if step is None:
@@ -139,7 +155,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
         device: Device of the computation. None: the current CUDA device, or the CPU if there is none.
         pg_collection: Process groups. None: those of ``megatron.core.parallel_state``.
         engine_settings: Fields of :class:`FSDPConfig` that Megatron has no setting for, such as
-            ``reshard_after_forward`` and ``ignored_params``.
+            ``reshard_after_forward``, ``ignored_params`` and ``replicated_params``.
 
     Raises:
         ValueError: Settings contradict each other.
@@ -157,8 +173,6 @@ class FullyShardedDataParallel(_BaseDataParallel):
         pg_collection: ProcessGroupCollection | None = None,
         **engine_settings: Any,
     ) -> None:
-        if engine_settings.get("replicated_params"):
-            raise NotImplementedError("replicated_params: Megatron's norm of gradients would count them on every rank.")
         settings = Settings(ddp_config, config)
         check(settings)
         adjust(settings)
@@ -192,16 +206,8 @@ class FullyShardedDataParallel(_BaseDataParallel):
         self.param_and_grad_buffer = WeightInstaller(sharded)
         # The training loop sets this to request full gradients, which are not supported; see limits.LIMITS.
         self.force_all_reduce = False
-        for param in sharded.engine.params():
-            # Attributes that Megatron-Core and Megatron-Bridge read from the parameters of NVIDIA's FSDP.
-            marks = {
-                "orig_param": param.compute,
-                "__fsdp_param__": True,
-                "megatron_fsdp_slice": slice(param.shard_slice.start, param.shard_slice.stop),
-                "megatron_fsdp_dist_index": sharded.index,
-            }
-            for name, value in marks.items():
-                setattr(param.main, name, value)
+        for group in sharded.engine.groups:
+            _mark(group, sharded)
         _log_plan(sharded)
         _warn_of_copies(sharded.engine.units, config)
 

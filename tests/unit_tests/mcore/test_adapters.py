@@ -59,10 +59,18 @@ def _sizes(tp: int) -> dict[str, Any]:
     return {"tensor_model_parallel_size": tp, "use_cpu_initialization": True}
 
 
-def _trains(strategy: str, tp: int) -> None:
+def _replicated(strategy: str, tp: int = 1) -> torch.nn.Module:
+    """The model, of whose adapters every rank holds all."""
+    config = mm.transformer_config(finalize_model_grads_func=mm.finalize, **_sizes(tp))
+    module = adapted(config)
+    weights = [weight for name, weight in module.named_parameters() if name.endswith((".up.weight", ".down.weight"))]
+    return mm.FullyShardedDataParallel(config, mm.ddp_config(strategy), module, replicated_params=weights)
+
+
+def _trains(strategy: str, tp: int, replicated: bool = False) -> None:
     with mm.megatron(tensor_model_parallel_size=tp):
         expected = mm.train(None, 4, build=adapted, **_sizes(tp))
-        model = mm.wrapped(strategy, adapted, **_sizes(tp))
+        model = _replicated(strategy, tp) if replicated else mm.wrapped(strategy, adapted, **_sizes(tp))
         optimizer = mm.optimizer_of(model)
         found = mm.run_steps(model, optimizer, 4)
         assert found.norms == pytest.approx(expected.norms, rel=1e-6)
@@ -75,6 +83,8 @@ def _trains(strategy: str, tp: int) -> None:
             assert param.trained == (param.main.grad is not None) == (".up." in param.name or ".down." in param.name)
         state = [t for of_param in optimizer.optimizer.state.values() for t in of_param.values() if t.numel() > 1]
         adapters = sum(local_shard(param.main).nbytes for param in params if param.trained)
+        full = sum(param.main.nbytes for param in params if param.trained)
+        assert (adapters == full // tp) is (replicated or strategy == "no_shard")
         assert sum(local_shard(t).nbytes for t in state) == 2 * adapters
 
 
@@ -83,8 +93,15 @@ def test_training(ranks: RankPool, strategy: str) -> None:
     ranks.run(2, _trains, strategy, 1)
 
 
-def test_tensor_parallel_training(ranks: RankPool) -> None:
-    ranks.run(4, _trains, "optim_grads_params", 2)
+@pytest.mark.parametrize("replicated", [False, True])
+def test_tensor_parallel_training(ranks: RankPool, replicated: bool) -> None:
+    ranks.run(4, _trains, "optim_grads_params", 2, replicated)
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+def test_replicated_adapters(ranks: RankPool, strategy: str) -> None:
+    """Every rank holds them in full, and norms count them once."""
+    ranks.run(2, _trains, strategy, 1, True)
 
 
 def _logits(model: torch.nn.Module) -> torch.Tensor:
@@ -96,10 +113,10 @@ def _adapters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {n: weight for n, weight in model.state_dict().items() if n.endswith((".up.weight", ".down.weight"))}
 
 
-def _saves(folder: Path) -> None:
+def _saves(folder: Path, replicated: bool) -> None:
     """Save adapters that are not those of :func:`adapted`, and what the model computes with them."""
     with mm.megatron():
-        model = mm.wrapped("optim_grads_params", adapted)
+        model = _replicated(STRATEGIES[-1]) if replicated else mm.wrapped(STRATEGIES[-1], adapted)
         for weight in _adapters(model.module).values():
             local_shard(weight).mul_(3)
         model.module.install_optimized_model_weights()
@@ -133,9 +150,10 @@ def _merges(folder: Path, tp: int) -> None:
         torch.testing.assert_close(_logits(model), loaded)
 
 
-def test_adapters_are_saved_alone_and_merged(ranks: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("replicated", [False, True])
+def test_adapters_are_saved_alone_and_merged(ranks: RankPool, tmp_path: Path, replicated: bool) -> None:
     """On different numbers of ranks than they were saved on."""
-    ranks.run(2, _saves, tmp_path)
+    ranks.run(2, _saves, tmp_path, replicated)
     ranks.run(1, _merges, tmp_path, 1)
     ranks.run(4, _merges, tmp_path, 2)
 
@@ -165,5 +183,3 @@ def test_settings_that_megatron_has_no_flag_for() -> None:
         assert model.module.fsdp_config.reshard_after_forward == 2
         with pytest.raises(TypeError, match="reshard_after_backward"):
             mm.FullyShardedDataParallel(config, mm.ddp_config(), mm.gpt(config), reshard_after_backward=True)
-        with pytest.raises(NotImplementedError, match="^replicated_params: Megatron's norm"):
-            mm.FullyShardedDataParallel(config, mm.ddp_config(), mm.gpt(config), replicated_params=[left])
