@@ -13,16 +13,35 @@ pytest.importorskip("transformers")
 pytest.importorskip("peft", reason="peft is not installed: pip install --no-deps peft")
 
 
-def _adapted() -> Any:
+def _adapted(storage: torch.dtype | None = None) -> Any:
+    """A model with adapters; with ``storage``, on 4-bit weights that are kept in memory of this dtype."""
     import peft
     import transformers
 
+    width = 24 if storage is None else 64
     config = transformers.LlamaConfig(
-        vocab_size=32, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4
+        vocab_size=32, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=2, num_attention_heads=4
     )
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config)
+    if storage is not None:
+        _quantize(model, storage)
     return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+
+
+def _quantize(model: Any, storage: torch.dtype) -> None:
+    import bitsandbytes
+
+    for part in [part for layer in model.model.layers for part in (layer.self_attn, layer.mlp)]:
+        for name, linear in [each for each in part.named_children() if isinstance(each[1], torch.nn.Linear)]:
+            sizes = linear.in_features, linear.out_features
+            made = bitsandbytes.nn.Linear4bit(
+                *sizes, bias=False, compute_dtype=torch.float32, quant_type="nf4", quant_storage=storage
+            )
+            made.load_state_dict(linear.state_dict())
+            part._modules[name] = made.to("cpu")
+            # In evaluation, it would pack codes in another order.
+            made.support_avx512bf16_for_cpu = False
 
 
 def _sharded(model: Any) -> Any:
@@ -98,3 +117,37 @@ def test_adapters_train_alone_are_saved_alone_and_merged() -> None:
             scaling = loaded.peft_config["default"].lora_alpha / loaded.peft_config["default"].r
             loaded.load_state_dict({names[0]: base + scaling * b @ a, name: torch.zeros_like(b)}, strict=False)
         torch.testing.assert_close(loaded(input_ids=tokens).logits, logits, rtol=1e-4, atol=1e-5)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("interface", ["own", "fsdp2"])
+@pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16])
+def test_adapters_on_4_bit_weights(storage: torch.dtype, interface: str) -> None:
+    """As QLoRA trains. The codes are sharded, whatever the dtype of their memory."""
+    import torch.distributed as dist
+
+    from megatron.fsdp.dtensor.ragged_dtensor import local_shard
+    from megatron_fsdp import fully_shard_model
+
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    plain, model = _adapted(storage), _adapted(storage)
+    names = [name for name, p in plain.named_parameters() if getattr(p, "bnb_quantized", False)]
+    assert len(names) == 14
+    own = interface == "own"
+    model = fully_shard_model(model, fsdp_unit_modules=["LlamaDecoderLayer"]) if own else _sharded(model)
+    assert _train(model, slice(None)) == _train(plain, slice(None))
+    found = {name.removeprefix("module."): p for name, p in model.named_parameters()}
+    for name, expected in plain.named_parameters():
+        full = found[name].full_tensor()
+        if name in names:
+            assert torch.equal(full.view(torch.uint8), expected.view(torch.uint8))
+        else:
+            torch.testing.assert_close(full, expected, rtol=1e-5, atol=1e-6)
+    held = torch.tensor(sum(local_shard(found[name]).nbytes for name in names))
+    dist.all_reduce(held)
+    assert held == sum(plain.get_parameter(name).nbytes for name in names)
+    tokens = torch.arange(16).view(2, 8)
+    for each in (model, plain):
+        each.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(model(input_ids=tokens).logits, plain(input_ids=tokens).logits, rtol=1e-4, atol=1e-5)

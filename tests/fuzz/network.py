@@ -42,7 +42,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "saved": ("no", "no", "no", "cpu", "clone"),
     "embedded": (False, False, True),
     "forces": ("no", "no", "detached", "graph"),
-    "extra": ("no", "conv", "attention", "recurrent", "weight_norm", "spectral_norm", "list"),
+    "extra": ("no", "conv", "attention", "recurrent", "weight_norm", "spectral_norm", "list", "codes"),
 }
 
 
@@ -124,6 +124,21 @@ class List(nn.Module):
         return sum((x * row for row in self.rows), x @ self.named["matrix"])
 
 
+class Codes(nn.Module):
+    """Frozen codes of a quantized matrix, of 8 bits and of 64, that only the forward turns into values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        codes = torch.randint(-100, 100, (WIDTH, WIDTH))
+        self.short = nn.Parameter(codes.to(torch.int8), requires_grad=False)
+        self.long = nn.Parameter(codes[0], requires_grad=False)
+        self.eighths = nn.Parameter(codes[:3].to(torch.float8_e4m3fn), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        short, long, eighths = (p.to(x.dtype) / 100 for p in (self.short, self.long, self.eighths))
+        return x @ short + long + eighths.sum(0)
+
+
 class Convolution(nn.Conv1d):
     def __init__(self) -> None:
         super().__init__(1, 1, 3, padding=1)
@@ -140,6 +155,7 @@ EXTRA: dict[str, Callable[[], nn.Module]] = {
     "weight_norm": lambda: weight_norm(nn.Linear(WIDTH, WIDTH)),
     "spectral_norm": lambda: spectral_norm(nn.Linear(WIDTH, WIDTH)),  # training writes its buffers in the forward
     "list": List,
+    "codes": Codes,
 }
 
 

@@ -81,13 +81,15 @@ class Program(NamedTuple):
 
 def programs(count: int, start: int, only: dict[str, tuple[Any, ...]], kinds: list[str]) -> Iterator[Program]:
     """Random programs, always the same ones for the same arguments."""
-    choices = CHOICES | only
+    choices, features = ({name: only.get(name, each[name]) for name in each} for each in (CHOICES, FEATURES))
+    always = bool(only.keys() & features.keys())
     weights = [KINDS[name].weight for name in kinds]
     for number in range(count):
         # Not Hypothesis: it prefers constants of the project's modules that are imported, which differ between runs.
         random = Random(f"{start} {number}")
         chosen = {name: random.choice(values) for name, values in choices.items()}
-        odd = {name: random.choice(values) for name, values in FEATURES.items()} if random.random() < 0.5 else {}
+        drawn = random.random() < 0.5 or always
+        odd = {name: random.choice(values) for name, values in features.items()} if drawn else {}
         names = random.choices(kinds, weights, k=random.randint(6, 20))
         steps = [Step(kind, {k: random.choice(v) for k, v in KINDS[kind].choices.items()}) for kind in names]
         yield Program(Setting(**chosen, features=Features(**odd)).valid(), steps)

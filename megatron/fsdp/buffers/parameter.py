@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map
 
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard, make_dtensor, make_like
+from megatron.fsdp.helpers.codes import holds_codes, of_codes
 from megatron.fsdp.helpers.weak import weak_method
 from megatron.fsdp.quantized.storage import WeightStorage, quantized_on_meta, storage_of
 from megatron.fsdp.sharding.layout import ShardSlice
@@ -44,7 +45,7 @@ def check_class(name: str, parameter: nn.Parameter) -> None:
         NotImplementedError: The class or its layout is not supported; the message names parameter and class.
         ValueError: The parameter is lazy and has no shape yet.
     """
-    if storage_of(parameter) is not None:
+    if storage_of(parameter) is not None or (of_codes(parameter) and holds_codes(parameter)):
         return
     value: torch.Tensor = local_shard(parameter) if isinstance(parameter, DTensor) else parameter
     cls = type(value)
@@ -73,6 +74,7 @@ class GroupKey(NamedTuple):
         repeated: Another pipeline stage has the same parameter (tied embeddings) and must shard it in the same way, so
             it does not share a group with others.
         storage: How quantized parameters are stored; None for others.
+        codes: They hold codes of frozen quantized weights, which are sharded as they are.
     """
 
     dtype: torch.dtype
@@ -81,6 +83,7 @@ class GroupKey(NamedTuple):
     expert: bool
     repeated: bool
     storage: Hashable = None
+    codes: bool = False
 
 
 @dataclass
@@ -132,7 +135,8 @@ class ShardedParameter:
         storage = storage_of(parameter)
         stored = None if storage is None else storage.key
         divisible = len(self.local_shape) > 0 and not self.replicated
-        return GroupKey(parameter.dtype, parameter.requires_grad, divisible, expert, repeated, stored)
+        codes = storage is None and holds_codes(parameter)
+        return GroupKey(parameter.dtype, parameter.requires_grad, divisible, expert, repeated, stored, codes)
 
     @property
     def is_meta(self) -> bool:
@@ -306,6 +310,8 @@ class ShardedParameter:
 
     def watch_reads(self, callback: Callable[[tuple], tuple]) -> None:
         """Call ``callback`` with the gradient that autograd would accumulate in the main weight; it returns another."""
+        if not self.main.is_floating_point():
+            return  # integers take no gradients
         with _requiring_grad(self.main), torch.enable_grad():
             main: Any = self.main
             local = main.to_local()  # with torch 2.11, its node would not outlive it

@@ -25,6 +25,7 @@ from megatron.fsdp.dtensor.placements import RaggedShard, SectionedShard
 from megatron.fsdp.dtensor.ragged_dtensor import RaggedDTensor, local_shard, make_dtensor, make_like
 from megatron.fsdp.dtensor.unsupported import local_gradient
 from megatron.fsdp.helpers.autograd import in_backward
+from megatron.fsdp.helpers.codes import keep_codes
 from megatron.fsdp.helpers.weak import weak_method
 from megatron.fsdp.quantized.storage import WeightShard, WeightStorage, storage_of
 from megatron.fsdp.sharding.layout import Granularity, Layout, ShardSlice
@@ -79,7 +80,7 @@ class ParameterGroup:
         self.device = context.device
         self.sharding = config.sharding_of(key.expert) if key.divisible else UNSHARDED
         self.storage = storage_of(params[0].compute)
-        self.dtypes = config.mixed_precision_policy.resolve(key.dtype, params[0].name)
+        self.dtypes = config.mixed_precision_policy.resolve(key.dtype, params[0].name, key.codes)
         self.axes: DataParallelAxes = index.experts if key.expert else index.dense
         shards = shards_of(self.sharding, self.axes)
         self.layout = layout_of([e.local_shape for e in params], shards, config.granularity, self.storage)
@@ -120,6 +121,9 @@ class ParameterGroup:
         if self.draws_shards:
             self.initialized = False
             return
+
+        for owner in (owner for param in params for owner, _ in param.sites if param.key.codes):
+            keep_codes(owner)
 
         def value(param: ShardedParameter) -> torch.Tensor:
             return param.local_value if storage is None else storage.initial(param.compute)

@@ -5,12 +5,13 @@ from collections.abc import Sequence
 from enum import Enum
 
 import torch
+import torch.distributed as dist
 
 from megatron.fsdp.buffers.flat_buffer import FlatBuffer, gap_views, slot_view
 from megatron.fsdp.buffers.pool import Pool
 from megatron.fsdp.buffers.quantizing import QuantizationBatch, SharedBy
 from megatron.fsdp.comm.backends import require_group, runs_ahead
-from megatron.fsdp.comm.collectives import broadcast, collectives_of
+from megatron.fsdp.comm.collectives import as_sent, broadcast, collectives_of
 from megatron.fsdp.comm.context import CommContext
 from megatron.fsdp.comm.streams import Handle, is_capturing
 from megatron.fsdp.quantized.storage import Direction, Plane
@@ -297,7 +298,7 @@ class WeightBuffer:
         if plane.is_resident and plane.generation != generation:
             own = self._cast_into(plane.own, version)
             if self.sharding.outer.shards_optimizer and self._outer is not None:
-                self.collectives.all_gather(plane.shard, own, self._outer)
+                self._all_gather(plane.shard, own, self._outer)
             plane.generation = generation
 
     def _unshard(self, planes: list[WeightPlane], generation: int, version: int, update: Handle | None = None) -> None:
@@ -314,7 +315,7 @@ class WeightBuffer:
             else:
                 shard = self._cast_into(plane.own, version)
             if self.sharding.inner.shards_optimizer:
-                self.collectives.all_gather(plane.buffer.flat, shard, self._inner)
+                self._all_gather(plane.buffer.flat, shard, self._inner)
 
     def _unshard_kept(self) -> None:
         """Task: gather what the neighbours have kept since the forward."""
@@ -325,7 +326,10 @@ class WeightBuffer:
             assert plane.kept is not None, "every rank keeps a shard when it reshards after forward"
             own = self._near_part(plane).copy_(plane.kept)
             plane.kept = None
-            self.collectives.all_gather(plane.buffer.flat, own, self._near)
+            self._all_gather(plane.buffer.flat, own, self._near)
+
+    def _all_gather(self, flat: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> None:
+        self.collectives.all_gather(as_sent(flat), as_sent(shard), group)
 
     def _near_part(self, plane: WeightPlane) -> torch.Tensor:
         """The part of a full array that this rank keeps from forward to backward."""

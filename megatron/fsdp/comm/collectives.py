@@ -107,8 +107,14 @@ def collectives_of(group: dist.ProcessGroup, device: torch.device) -> Collective
     return SENDS if backend_of(group, device).prefers_sends else BACKEND
 
 
+def as_sent(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor as it is sent: as bytes if not every backend sends its dtype."""
+    return tensor if tensor.is_floating_point() and tensor.itemsize > 1 else tensor.view(torch.uint8)
+
+
 def broadcast(flat: torch.Tensor, source: int, group: dist.ProcessGroup) -> None:
     """Overwrite ``flat`` with that of the rank whose number in the group is ``source``."""
+    flat = as_sent(flat)
     with gloo.ensure_released(group, flat):
         dist.broadcast(flat, group=group, group_src=source)
 

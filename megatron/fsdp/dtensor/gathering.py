@@ -13,6 +13,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from megatron.fsdp.comm.collectives import as_sent
 from megatron.fsdp.comm.gloo import ensure_released
 from megatron.fsdp.comm.journal import JOURNAL
 from megatron.fsdp.comm.streams import wait_for
@@ -237,9 +238,10 @@ def _gather_ranges(mine: torch.Tensor, bounds: list[int], group: dist.ProcessGro
         # With few owners, a padded all-gather would need many times the memory of the tensor.
         shards[group.rank()].copy_(mine)
         for owner in owners:
-            with ensure_released(group, shards[owner]):
+            sent = as_sent(shards[owner])
+            with ensure_released(group, sent):
                 # The work holds the tensor, so no name may keep it: the context would wait for its own caller.
-                _finish(dist.broadcast(shards[owner], group=group, group_src=owner, async_op=True), group, whole)
+                _finish(dist.broadcast(sent, group=group, group_src=owner, async_op=True), group, whole)
         return whole
     received = _all_gather_padded(mine, 0, max(shard.numel() for shard in shards), group)
     for shard, from_rank in zip(shards, received, strict=True):
@@ -264,7 +266,8 @@ def _all_gather_padded(own: torch.Tensor, dim: int, size: int, group: dist.Proce
     """All-gather tensors of different sizes, each padded with zeros to ``size`` along ``dim``; in rank order."""
     padded = own.new_zeros((*own.shape[:dim], size, *own.shape[dim + 1 :]))
     padded.narrow(dim, 0, own.shape[dim]).copy_(own)
-    received = [torch.empty_like(padded) for _ in range(group.size())]
-    with ensure_released(group, padded, *received):
-        _finish(dist.all_gather(received, padded, group=group, async_op=True), group, padded)
-    return received
+    sent = as_sent(padded)
+    received = [torch.empty_like(sent) for _ in range(group.size())]
+    with ensure_released(group, sent, *received):
+        _finish(dist.all_gather(received, sent, group=group, async_op=True), group, sent)
+    return [shard.view(padded.dtype) for shard in received]

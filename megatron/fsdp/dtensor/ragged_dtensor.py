@@ -98,8 +98,7 @@ class RaggedDTensor(InChunks, DTensor):
         """Create a tensor from this rank's shard and a spec; see :func:`make_dtensor`."""
         # DTensor's constructor copies the storage offset of the local tensor, which is a view of a flat buffer. Code
         # that copies tensors (pickling, staging of asynchronous checkpoints) would apply the offset to the wrapper.
-        meta = spec.tensor_meta
-        assert meta is not None
+        assert (meta := spec.tensor_meta) is not None
         tensor: RaggedDTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             meta.shape,
@@ -127,6 +126,8 @@ class RaggedDTensor(InChunks, DTensor):
             return
         if other is not None and _in_buffer(other._local_tensor):
             raise ValueError(SHARED_DATA)
+        if not torch.can_cast(value.dtype, self.dtype):
+            raise TypeError(f"A sharded parameter keeps its dtype: expected values of {self.dtype}; got {value.dtype}.")
         self._local_tensor, kept = local.view(local.shape), local.clone()
         self.detach().copy_(value)
         local.data = kept

@@ -205,7 +205,9 @@ def _other_units_on_meta(module: nn.Module, mine: set[int]) -> Iterator[None]:
         for name, parameter in part._parameters.items():
             if parameter is not None and id(parameter) not in mine:
                 hidden.append((part, name, parameter))
-                part._parameters[name] = nn.Parameter(torch.empty_like(parameter, device="meta"))
+                part._parameters[name] = nn.Parameter(
+                    torch.empty_like(parameter, device="meta"), parameter.requires_grad
+                )
     try:
         yield
     finally:

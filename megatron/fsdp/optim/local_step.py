@@ -125,7 +125,7 @@ class LocalStep:
             return main
         shard = local_shard(main)
         if local is None:
-            local = self._local[main] = _Shown(shard)
+            local = self._local[main] = _Shown(shard, main.requires_grad)
             local.main, local._known = main, {}
         elif local.data_ptr() != shard.data_ptr():  # the main weight has moved
             local.data = shard

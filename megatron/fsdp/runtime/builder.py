@@ -229,6 +229,10 @@ def build_engine(blueprint: Blueprint) -> Engine:
     for unit, part in zip(units, blueprint.root.walk(), strict=True):
         # walk() yields inner units later, so each module ends up with the innermost unit around it.
         unit_of.update((each, unit) for one in part.modules for each in one.modules())
+    for unit in units:
+        users = {unit_of[owner] for group in unit.groups for param in group.params for owner, _ in param.sites}
+        for user in users - {unit}:
+            user.is_open = True  # a tied weight of another unit
     engine = Engine(units, config, blueprint.index, context, pool, registration, blueprint.agreement, unit_of)
     _install(engine, blueprint)
     if config.init_model_with_meta_device:
@@ -321,4 +325,5 @@ def _nest(units: dict[int, Unit], parts: list[UnitPart]) -> None:
     for part in parts:
         unit = units[part.index]
         unit.children += [units[child.index] for child in part.children]
+        unit.is_open = bool(unit.children)
         unit.ends_behind = max(part.index, part.behind.index if part.behind else 0)

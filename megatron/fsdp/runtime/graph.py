@@ -273,8 +273,8 @@ def _edge(output: Any) -> tuple[Any, int]:
 def _entered_aside(edges: list[tuple[Any, int]], passed: "set[Unit]") -> dict[Any, list["Unit"]]:
     """The units that a backward from these edges enters at something else than an output of their forward.
 
-    The search goes around units without others inside: from their outputs to their inputs. It therefore visits the
-    nodes between units only, and takes no Python call per node.
+    The search goes around units that use only weights of their own, from their outputs to their inputs. It therefore
+    visits the nodes between units only, and takes no Python call per node.
 
     Args:
         edges: Where it begins.
@@ -297,8 +297,8 @@ def _entered_aside(edges: list[tuple[Any, int]], passed: "set[Unit]") -> dict[An
             if (unit := reference())
         ]
         passed.update(unit for unit, _ in doors)
-        inside |= {unit for unit, _ in doors if unit.children}
-        if ends := [end for unit, end in doors if not unit.children]:
+        inside |= {unit for unit, _ in doors if unit.is_open}
+        if ends := [end for unit, end in doors if not unit.is_open]:
             stack += [(*edge, inside) for end in ends if end is not None for edge in end.next_functions]
             continue
         seen.add((node, inside))

@@ -349,7 +349,7 @@ def _check_dtypes(part: UnitPart, device: torch.device, policy: MixedPrecisionPo
     """
     for param in part.params:
         storage, parameter = storage_of(param.compute), param.compute
-        policy.resolve(parameter.dtype, param.name)
+        policy.resolve(parameter.dtype, param.name, param.key.codes)
         if storage is None:
             continue
         reason = storage.problem(parameter, device)

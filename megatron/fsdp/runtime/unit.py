@@ -92,6 +92,7 @@ class Unit:
         together: Ids of the modules that are the unit, if they are several.
         to_run: Those of them that the forward has yet to run before it reshards the weights.
         is_offloaded: Whether main weights are in host memory, away from the device of the computation.
+        is_open: Its forward uses weights of other units: a search of a graph for these goes through it.
         exchanged: Lists and dictionaries among the inputs of the forward that runs; see :func:`give_back_inputs`.
         held_by: The passes that hold the unit: the caller has unsharded it for them.
         expected_by: The passes that have prefetched the unit and not used it yet.
@@ -112,7 +113,7 @@ class Unit:
         self.calls = self.calls_done = self.recomputed = 0
         self.unwatched = self.hidden = self.took_part = self.aside = False
         self.reduced = self.complete = self.in_graph = False
-        self.keeps_weights, self.is_offloaded = self.is_root, False
+        self.keeps_weights, self.is_offloaded, self.is_open = self.is_root, False, False
         self.held_by, self.expected_by = set[Direction](), set[Direction]()
         self.channel = Channel(Log([]))
         self.schedule: Callable[[], Schedule | None] = lambda: None

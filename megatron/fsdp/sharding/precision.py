@@ -61,19 +61,22 @@ class MixedPrecisionPolicy:
                 )
         _reject_mixed_halves("main_grads_dtype", self.main_grads_dtype, "grad_comm_dtype", self.grad_comm_dtype)
 
-    def resolve(self, given: torch.dtype, name: str) -> Dtypes:
+    def resolve(self, given: torch.dtype, name: str, codes: bool = False) -> Dtypes:
         """The dtypes of a parameter group whose parameters have dtype ``given``.
 
         Args:
             given: Dtype of the model's parameters.
             name: Name of a parameter of the group, for error messages.
+            codes: Whether they hold codes of frozen quantized weights, which keep their dtype.
 
         Raises:
             ValueError: ``given`` is not supported, or float16 and bfloat16 are mixed.
         """
+        if codes:
+            return Dtypes(given, given, torch.float32, torch.float32)
         if given not in _WIDTH:
             expected = ", ".join(str(d) for d in _WIDTH)
-            remedy = "If it is not trained, give it as ignored_params, or make it a buffer."
+            remedy = "If it is not trained, freeze it with requires_grad_(False) before the model is sharded."
             if given.is_complex:
                 remedy = "Keep a real parameter, and use torch.view_as_complex in the forward."
             raise ValueError(f"Parameter {name}: expected one of the dtypes {expected}; got {given}. {remedy}")

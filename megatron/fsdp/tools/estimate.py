@@ -256,7 +256,7 @@ def _group(group: GroupShape, config: FSDPConfig, axes: AxisSizes, on_host: bool
     shards = axes.inner if sharding.inner.shards_optimizer else 1
     shards *= axes.outer if sharding.outer.shards_optimizer else 1
     layout = layout_of(group.shapes, shards, config.granularity, storage)
-    dtypes = config.mixed_precision_policy.resolve(key.dtype, "of the model")
+    dtypes = config.mixed_precision_policy.resolve(key.dtype, "of the model", key.codes)
     elements = sum(slot.numel for slot in layout.slots)
     owned = layout.numel // shards
     apart = sharding.inner.shards_parameters or storage is not None or dtypes.main_params != dtypes.compute
