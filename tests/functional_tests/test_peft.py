@@ -125,6 +125,7 @@ def test_adapters_train_alone_are_saved_alone_and_merged() -> None:
 def test_adapters_on_4_bit_weights(storage: torch.dtype, interface: str) -> None:
     """As QLoRA trains. The codes are sharded, whatever the dtype of their memory."""
     import torch.distributed as dist
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     from megatron.fsdp.dtensor.ragged_dtensor import local_shard
     from megatron_fsdp import fully_shard_model
@@ -146,6 +147,9 @@ def test_adapters_on_4_bit_weights(storage: torch.dtype, interface: str) -> None
     held = torch.tensor(sum(local_shard(found[name]).nbytes for name in names))
     dist.all_reduce(held)
     assert held == sum(plain.get_parameter(name).nbytes for name in names)
+    # With the scales, which torch looks up by their keys.
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    assert {name.removeprefix("module.") for name in state} >= plain.state_dict().keys()
     tokens = torch.arange(16).view(2, 8)
     for each in (model, plain):
         each.eval()

@@ -323,6 +323,10 @@ FOUND: dict[str, Program] = {
     "weights_of_a_later_step": Program(
         Setting(strategy=2), [step("forward", batch=1), step("closure"), step("backward")]
     ),
+    # A second backward from the output of a unit that uses a tied weight of another one, which was not gathered.
+    "tied_weight_behind_an_output": Program(
+        Setting(units="nested", features=Features(tied="blocks")), [step("captured", index=1, after="backward")]
+    ),
     # A write after a forward without a step.
     "write_after_forward": Program(
         Setting(strategy=1),

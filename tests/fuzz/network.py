@@ -125,12 +125,12 @@ class List(nn.Module):
 
 
 class Codes(nn.Module):
-    """Frozen codes of a quantized matrix, of 8 bits and of 64, that only the forward turns into values."""
+    """Frozen codes of a quantized matrix, of 8, 16 and 64 bits, that only the forward turns into values."""
 
     def __init__(self) -> None:
         super().__init__()
         codes = torch.randint(-100, 100, (WIDTH, WIDTH))
-        self.short = nn.Parameter(codes.to(torch.int8), requires_grad=False)
+        self.short = nn.Parameter(codes.to(torch.int16), requires_grad=False)
         self.long = nn.Parameter(codes[0], requires_grad=False)
         self.eighths = nn.Parameter(codes[:3].to(torch.float8_e4m3fn), requires_grad=False)
 

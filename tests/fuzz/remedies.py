@@ -118,6 +118,15 @@ freed weights are not read: dtensor/unsupported.py
 a load is a write: state/loading.py
 -    torch._C._increment_version([param.main])
 +    pass
+tied weights of other units: runtime/builder.py units=nested tied=blocks only=captured,backward
+-            user.is_open = True
++            pass
+codes are sent as bytes: comm/collectives.py extra=codes
+-return tensor if tensor.is_floating_point() and tensor.itemsize > 1 else
++return tensor if True else
+codes are no values to update: helpers/codes.py extra=codes
+-return not parameter.requires_grad and (
++return False and (
 penalties of frozen units: runtime/graph.py
 -            _mark_gradients(gradients or (), passed)
 +            pass

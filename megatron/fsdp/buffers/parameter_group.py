@@ -25,7 +25,7 @@ from megatron.fsdp.dtensor.placements import RaggedShard, SectionedShard
 from megatron.fsdp.dtensor.ragged_dtensor import RaggedDTensor, local_shard, make_dtensor, make_like
 from megatron.fsdp.dtensor.unsupported import local_gradient
 from megatron.fsdp.helpers.autograd import in_backward
-from megatron.fsdp.helpers.codes import keep_codes
+from megatron.fsdp.helpers.codes import keep_codes, scales_of
 from megatron.fsdp.helpers.weak import weak_method
 from megatron.fsdp.quantized.storage import WeightShard, WeightStorage, storage_of
 from megatron.fsdp.sharding.layout import Granularity, Layout, ShardSlice
@@ -164,7 +164,7 @@ class ParameterGroup:
             param.main = nn.Parameter(self._distribute(local, i), requires_grad=self.requires_grad)
             # Frameworks mark parameters with attributes, and read them from the parameters that the optimizer holds.
             stored = frozenset() if self.storage is None else self.storage.fields
-            for name, value in vars(param.compute).items():
+            for name, value in (vars(param.compute) | scales_of(param.compute)).items():
                 if not callable(value) and name not in stored:
                     setattr(param.main, name, value)
             param.take_hooks(self.weights.temporary or self.weights.main_is_apart)

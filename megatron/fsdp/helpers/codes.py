@@ -1,5 +1,7 @@
 """Tells values of weights from codes of quantized ones, which mean nothing without their scales."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -18,6 +20,12 @@ def holds_codes(parameter: nn.Parameter) -> bool:
     dtype = parameter.dtype
     values = dtype.is_complex or (dtype.is_floating_point and dtype.itemsize > 1)
     return not parameter.requires_grad and (not values or of_codes(parameter))
+
+
+def scales_of(parameter: nn.Parameter) -> dict[str, Any]:
+    """What the class of codes shows of their scales: torch's state dicts look for it by the names in their keys."""
+    names = [name for name, each in vars(type(parameter)).items() if isinstance(each, property)]
+    return {name: getattr(parameter, name) for name in names if of_codes(parameter) and hasattr(parameter, name)}
 
 
 def keep_codes(module: nn.Module) -> None:
