@@ -283,6 +283,13 @@ LIMITS: tuple[Limit, ...] = (
         lambda s: s["non_persistent_ckpt_type"] == "global",
     ),
     Limit(
+        "ckpt_format torch or torch_dcp",
+        "A run with FSDP saves fsdp_dtensor only.",
+        "Set ckpt_format (--ckpt-format) to fsdp_dtensor. It also loads torch_dist.",
+        condition=lambda s: s["ckpt_format"] in ("torch", "torch_dcp"),
+    ),
+    Limit("use_torch_fsdp2", "It is PyTorch's FSDP, in place of this one."),
+    Limit(
         "ckpt_convert_format",
         "A run with FSDP saves fsdp_dtensor only.",
         "Use megatron-fsdp-inspector convert.",
@@ -402,6 +409,13 @@ ADJUSTMENTS: tuple[Adjustment, ...] = (
         True,
         condition=_is_false("megatron_fsdp_cuda_graph_mode", lambda s: s["cuda_graph_impl"] == "full_iteration"),
     ),
+    Adjustment(
+        "ckpt_format",
+        "torch_dist, Megatron's default, has no place for shards",
+        "fsdp_dtensor",
+        condition=lambda s: s["ckpt_format"] == "torch_dist",
+    ),
+    Adjustment("verify_integrity", "checkpoints are always compared with their checksums", False),
     Adjustment(
         "megatron_fsdp_version",
         "it chooses one of Megatron-Core's two engines, and this one takes the place of both",

@@ -67,6 +67,7 @@ BROKEN: dict[str, dict[str, Any]] = {
         "pipeline_model_parallel_size": 2,
     },
     "non_persistent_ckpt_type global": {"non_persistent_ckpt_type": "global"},
+    "ckpt_format torch or torch_dcp": {"ckpt_format": "torch"},
     "ckpt_convert_format": {"ckpt_convert_format": "torch_dist"},
     "megatron_fsdp_main_params_dtype other than fp32 with clip_grad": {
         "megatron_fsdp_main_params_dtype": "auto",
@@ -202,6 +203,8 @@ def test_what_fits_passes() -> None:
 
 ADJUSTED: dict[str, dict[str, Any]] = {
     "average_in_collective": {"ddp_average_in_collective": True},
+    "ckpt_format": {"ckpt_format": "torch_dist"},
+    "verify_integrity": {"verify_integrity": True},
     "gradient_accumulation_fusion": {"gradient_accumulation_fusion": True},
     "disable_parameter_transpose_cache": {
         "fp8": "hybrid",
@@ -361,7 +364,7 @@ OTHERS = """
     flight_recorder_extra_dump_on_exec disable_jit_fuser decoder_first_pipeline_num_layers
     decoder_last_pipeline_num_layers pipeline_model_parallel_layout model_parallel_size
     num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank overlap_p2p_comm
-    use_layer_wise_param_layout cp_comm_type fake_process_group use_torch_fsdp2
+    use_layer_wise_param_layout cp_comm_type fake_process_group
 """.split()
 
 
