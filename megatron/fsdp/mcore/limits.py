@@ -288,6 +288,7 @@ LIMITS: tuple[Limit, ...] = (
         "Set ckpt_format (--ckpt-format) to fsdp_dtensor. It also loads torch_dist.",
         condition=lambda s: s["ckpt_format"] in ("torch", "torch_dcp"),
     ),
+    Limit("fake_process_group", "Its collectives move nothing, and shards would have no values."),
     Limit("use_torch_fsdp2", "It is PyTorch's FSDP, in place of this one."),
     Limit(
         "ckpt_convert_format",

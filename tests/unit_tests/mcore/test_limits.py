@@ -364,7 +364,7 @@ OTHERS = """
     flight_recorder_extra_dump_on_exec disable_jit_fuser decoder_first_pipeline_num_layers
     decoder_last_pipeline_num_layers pipeline_model_parallel_layout model_parallel_size
     num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank overlap_p2p_comm
-    use_layer_wise_param_layout cp_comm_type fake_process_group
+    use_layer_wise_param_layout cp_comm_type
 """.split()
 
 
