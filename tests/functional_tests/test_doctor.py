@@ -23,6 +23,7 @@ MODEL = (
     "--use-megatron-fsdp --ckpt-format fsdp_dtensor --data-parallel-sharding-strategy optim_grads_params"
 )
 SCRIPT = str(ROOT / "pretrain_gpt.py")
+EXPERTS = "--no-bias-gelu-fusion --num-experts"
 WORDS = [SCRIPT, *MODEL.split(), "--global-batch-size", "8"]
 
 
@@ -103,7 +104,7 @@ def test_the_micro_batches_of_a_pipeline(chunks: list[str]) -> None:
 @pytest.mark.parametrize("dispatcher", all_but_slow(["alltoall", "allgather"], "alltoall"))
 def test_a_step_with_experts(dispatcher: str) -> None:
     """Each expert has as many tokens as every other one, and work grows with the experts of a token."""
-    experts = f"--num-experts 8 --expert-model-parallel-size 4 --moe-token-dispatcher-type {dispatcher}".split()
+    experts = f"{EXPERTS} 8 --expert-model-parallel-size 4 --moe-token-dispatcher-type {dispatcher}".split()
     few, many = (
         doctor("--gpu", "h100", *WORDS, "--bf16", *experts, "--disable-bias-linear", "--moe-router-topk", chosen)[
             "step"
@@ -116,7 +117,7 @@ def test_a_step_with_experts(dispatcher: str) -> None:
 
 def test_a_step_with_grouped_experts() -> None:
     """One matmul of all experts takes less time than one for each, and as much memory, also for many ranks."""
-    words = [*WORDS, *"--global-batch-size 64 --num-experts 256 --expert-model-parallel-size 64 --bf16".split()]
+    words = [*WORDS, *f"--global-batch-size 64 {EXPERTS} 256 --expert-model-parallel-size 64 --bf16".split()]
     alone, grouped = (
         doctor("--gpu", "h100", *words, "--disable-bias-linear", *more, world_size=64)["step"]
         for more in ([], ["--moe-grouped-gemm"])
@@ -192,6 +193,9 @@ MISTAKES: dict[str, tuple[list[str], int, tuple[str, ...]]] = {
         ("mxfp8: needs a GPU with compute capability 10.0 or higher; h100 has 9.0",),
     ),
     "delayed": ([*ON_GPU, "--delay-wgrad-compute"], 1, ("overlap_moe_expert_parallel_comm must be enabled",)),
+    # Megatron raises in the first forward.
+    "experts": ([*WORDS, "--num-experts", "4"], 1, ("or turn fusion off: --no-bias-gelu-fusion",)),
+    "biases": ([*ON_GPU, "--swiglu", "--num-experts", "4"], 1, ("or turn fusion off: --no-bias-swiglu-fusion",)),
     "local": ([*ON_GPU, *LOCAL, "--delay-wgrad-compute"], 1, ("delay_wgrad_compute: needs Transformer Engine",)),
     "no fsdp": ([SCRIPT, "--num-layers", "2"], 1, ("does not contain --use-megatron-fsdp",)),
     "crash": (["crash.py"], 1, ("ModuleNotFoundError: No module named 'no_such_module'", "at crash.py:2")),

@@ -359,6 +359,7 @@ def _look_at(
     from megatron.fsdp.mcore.options import EXPERT_INSTANCES
     from megatron.fsdp.runtime.partition import resolve_unit_classes
 
+    _check_experts(config)
     examination.progress.start("planning units and layouts")
     report = examination.report
     config.init_model_with_meta_device = False  # set by _validate and not by the user
@@ -394,6 +395,19 @@ def _look_at(
         report.stage = groups.get_pipeline_model_parallel_rank()
         report.situation = Situation(report.outlines, report.config, *axes, report.muon)
         raise _Examined
+
+
+def _check_experts(config: Any) -> None:
+    """Raise ValueError if experts have an activation that Megatron would refuse in the first forward."""
+    if not (config.num_moe_experts and config.bias_activation_fusion):
+        return
+    swiglu = config.activation_func is nn.functional.silu
+    if not config.gated_linear_unit or (swiglu and config.add_bias_linear):
+        raise ValueError(
+            "num_experts: Megatron fuses the activation of experts only with a gate, and SwiGLU without biases. Add "
+            "--swiglu --disable-bias-linear, or turn fusion off: "
+            f"--no-bias-{'swiglu' if swiglu else 'gelu'}-fusion."
+        )
 
 
 def _without_repeats(module: nn.Module) -> Counter[nn.Module]:
