@@ -196,7 +196,7 @@ class ShardedModel(nn.Module):
             that of the bucket before. To keep one, ``clone()`` it.
 
         Raises:
-            ValueError: Ranks give other arguments, or ``to_rank`` does not hold the model.
+            ValueError: Ranks give other arguments, ``to_rank`` does not hold the model, or two tensors have one name.
             NotImplementedError: Experts need ``expert_group``.
             RuntimeError: Weights changed meanwhile, or tensors of an earlier bucket are still in use.
         """

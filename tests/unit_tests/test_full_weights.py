@@ -108,7 +108,7 @@ def test_refuses_what_would_give_wrong_weights() -> None:
     model = _model()
     with pytest.raises(ValueError, match=r"expected bucket_bytes of at least 1; got 0"):
         model.full_weights(0)
-    for wrong in ({"bucket_bytes": "1"}, {"dtype": "bf16"}, {"to_rank": "0"}, {"convert": "hf"}):
+    for wrong in ({"bucket_bytes": "1"}, {"dtype": "bf16"}, {"dtype": torch.int8}, {"to_rank": "0"}, {"convert": "hf"}):
         name, value = next(iter(wrong.items()))
         with pytest.raises(TypeError, match=rf"expected {name} to be a .*; got {value!r}\."):
             model.full_weights(**wrong)
@@ -118,6 +118,8 @@ def test_refuses_what_would_give_wrong_weights() -> None:
         model.full_weights(1000 + dist.get_rank())
     with pytest.raises(RuntimeError, match=r"an earlier bucket are still in use.*: norm.weight. Keep copies.*clone"):
         list(model.full_weights(700))
+    with pytest.raises(ValueError, match=r"expected another name for each tensor; got weight twice"):
+        list(model.full_weights(convert=lambda name, tensor: [("weight", tensor)]))
     with pytest.raises(RuntimeError, match=r"weights have changed since the first bucket"):
         for _ in model.full_weights(700):
             next(model.parameters()).data.add_(1)

@@ -48,7 +48,7 @@ class Options:
     def __post_init__(self) -> None:
         kinds: dict[str, tuple[str, bool]] = {
             "bucket_bytes": ("a number of bytes", isinstance(self.bucket_bytes, int)),
-            "dtype": ("a torch.dtype or None", self.dtype is None or isinstance(self.dtype, torch.dtype)),
+            "dtype": ("a floating-point torch.dtype or None", self.dtype is None or _is_floating(self.dtype)),
             "to_rank": ("a rank or None", self.to_rank is None or isinstance(self.to_rank, int)),
             "convert": ("a function or None", self.convert is None or callable(self.convert)),
         }
@@ -205,6 +205,7 @@ class _Gathering:
         collectives = collectives_of(engine.context.dp_group, engine.device)
         self._gather, self._sends = collectives.all_gather, collectives is SENDS
         self._receives = options.to_rank in (None, dist.get_rank())
+        self._names: set[str] = set()
         for part in itertools.chain(*buckets):  # makes the stream's process groups, in the same order on all ranks
             self._groups(part)
 
@@ -251,7 +252,12 @@ class _Gathering:
     def _shown(self, tensors: Iterable[tuple[str, torch.Tensor]], given: list[_Given]) -> Weights:
         """A bucket for the caller, of which this object keeps weak references only."""
         convert = self._options.convert or (lambda name, tensor: [(name, tensor)])
-        shown = dict(pair for name, tensor in tensors for pair in convert(name, tensor)) if self._receives else {}
+        shown: Weights = {}
+        for name, tensor in itertools.chain(*(convert(*each) for each in tensors)) if self._receives else ():
+            if name in self._names:
+                raise ValueError(f"full_weights: expected another name for each tensor; got {name} twice.")
+            self._names.add(name)
+            shown[name] = tensor
         given.extend((name, weakref.ref(tensor)) for name, tensor in shown.items())
         return shown
 
@@ -341,6 +347,10 @@ class _Gathering:
 def _view(memory: torch.Tensor, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     nbytes = torch.Size(shape).numel() * dtype.itemsize
     return memory[start : start + nbytes].view(dtype).view(shape)
+
+
+def _is_floating(dtype: object) -> bool:
+    return isinstance(dtype, torch.dtype) and dtype.is_floating_point
 
 
 def _aligned(nbytes: int) -> int:
