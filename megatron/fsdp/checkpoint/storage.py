@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
 # The beginning of an address on object storage, also as a Path has it.
-REMOTE = re.compile("([a-z][a-z0-9+.-]+):/+")
+REMOTE = re.compile("([a-z][a-z0-9+.-]+):/+", re.IGNORECASE)
 # What to install for each kind of address.
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "msc": "multi-storage-client"}
 
@@ -47,7 +47,7 @@ def problem_of(address: Any) -> str:
     found = REMOTE.match(str(address))
     try:
         if found is not None:
-            _file_system(found[1], os.getpid())
+            _file_system(found[1].lower(), os.getpid())
     except (ImportError, NotImplementedError) as error:
         return str(error)
     return ""
@@ -62,7 +62,7 @@ def as_path(address: Any) -> Path:
     """
     text = str(address)
     found = REMOTE.match(text)
-    return Path(address) if found is None else cast(Path, RemotePath(found[1], text[found.end() :]))
+    return Path(address) if found is None else cast(Path, RemotePath(found[1].lower(), text[found.end() :]))
 
 
 class RemotePath:

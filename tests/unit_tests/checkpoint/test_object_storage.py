@@ -201,7 +201,7 @@ def test_missing_package(scheme: str, package: str, monkeypatch: pytest.MonkeyPa
     storage._file_system.cache_clear()
     monkeypatch.setitem(sys.modules, "fsspec", None)
     expected = f"{scheme}:// needs the packages fsspec and {package}: pip install {package}"
-    assert problem_of(f"{scheme}://bucket/run") == expected
+    assert problem_of(f"{scheme}://bucket/run") == problem_of(f"{scheme.upper()}://bucket/run") == expected
     assert problem_of("/mnt/run") == "" and "expected one of s3://, gs://, msc://" in problem_of("hdfs://host/run")
     result = CliRunner().invoke(cli, ["inspect", f"{scheme}://bucket/run"])
     assert result.exit_code == 1 and result.output == f"Error: {expected}\n"
