@@ -40,6 +40,7 @@ def test_the_outermost_unit_owns_if_asked() -> None:
     owners = {name for name, each in model.named_modules() if each._parameters and name.startswith(("0.outer.", "1."))}
     for fine in (False, True):
         for kinds in (Outermost([Outer, Middle, Gate]), Outermost([Outer, "Middle", Gate])):
+            assert Outermost(Outer) == (Outer,) and Outermost("Outer") == ("Outer",)
             sharded = fully_shard_model(
                 copy.deepcopy(model), fsdp_unit_modules=kinds, enable_fine_grained_param_gather=fine
             )
