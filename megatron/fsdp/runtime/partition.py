@@ -60,7 +60,7 @@ class Outermost(tuple[Any, ...]):
         fully_shard(model, optimizer, fsdp_unit_modules=Outermost([Block, Attention]))
     """
 
-    def __new__(cls, unit_modules: "UnitClasses") -> "Outermost":
+    def __new__(cls, unit_modules: Any) -> "Outermost":
         """A single class, name or module needs no list."""
         return super().__new__(cls, entries_of(unit_modules))
 
