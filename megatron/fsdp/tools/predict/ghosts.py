@@ -7,6 +7,7 @@ depend on their values. Where such values come from floating-point numbers, as t
 spread evenly.
 """
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -58,6 +59,7 @@ _OF_STORAGE = {aten.set_, aten.resize_, aten.lift_fresh}
 _CHOOSING = {aten.topk, aten.argmax, aten.sort, aten.argsort, aten.max, aten.multinomial}
 # They read as many rows of their first argument as they return.
 _GATHERING = {aten.embedding, aten.index_select, aten.index, aten.gather}
+_ITEM = aten._local_scalar_dense.default
 # They take no time.
 _EMPTY = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
 # More elements than this are not computed, whatever their dtype.
@@ -100,7 +102,8 @@ class Ghosts(TorchDispatchMode):
         super().__init__()
         self._on_operator, self._on_collective, self._on_memory = on_operator, on_collective, on_memory
         self._memory: dict[int, Memory] = {}
-        self._results: dict[Any, Any] = {}
+        self._known: dict[Any, Any] = {}  # shapes and cost, by operator and arguments
+        self._last_sorted: dict[Any, Any] = {}  # values and results
         self._dead: list[Memory] = []
         self.category = "temporary"
         self.operators = 0
@@ -175,91 +178,95 @@ class Ghosts(TorchDispatchMode):
             for tensor in _tensors([result]):
                 self.see(tensor)
             return result
-        if func.namespace == "profiler":
+        if func.namespace == "profiler" or (func is _ITEM and not args[0].is_floating_point()):
             return func(*args, **kwargs)
-        if func is aten._local_scalar_dense.default:
-            return 1.0 if args[0].is_floating_point() else func(*args)
+        if func is _ITEM:
+            return 1.0
         self.operators += 1
         if kwargs.get("pin_memory"):
             kwargs = {**kwargs, "pin_memory": False}
-        given = _tensors([*args, *kwargs.values()])
-        result = self._result(func, packet, args, kwargs, given)
-        made = _tensors([result])
-        for tensor in made:
+        result, cost = self._result(func, packet, args, kwargs)
+        for tensor in _tensors([result]):
             self.see(tensor)
         if packet not in _EMPTY:
-            self._on_operator(self._cost(packet, args, kwargs, given, made, result))
+            self._on_operator(cost)
         return result
 
-    def _result(self, func: Any, packet: Any, args: tuple, kwargs: dict[str, Any], given: list[torch.Tensor]) -> Any:
-        if not any(_is_real(tensor) for tensor in given):
-            dtype = kwargs.get("dtype")
-            asked = dtype is not None and (dtype.is_floating_point or dtype.is_complex)
-            if given and not asked and sum(tensor.numel() for tensor in given) < MOST_COMPUTED:
-                return func(*args, **kwargs)
-        if not func._schema.returns:
-            return None
-        written = _written(func, args, kwargs)
-        if written is not None:
-            return written
-        if not given:
-            return self._factory(func, args, kwargs)
-        return self._ghost(func, packet, args, kwargs)
-
-    def _factory(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        with torch.device("meta"):
-            shape = func(*args, **{**kwargs, "device": torch.device("meta")})
-        if _is_real(shape):
-            return torch.empty_strided(shape.shape, shape.stride(), dtype=shape.dtype)
-        return func(*args, **kwargs)
-
-    def _ghost(self, func: Any, packet: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        if packet is aten.masked_select:
-            # Masks are computed, and say how many elements there are.
-            return args[0].new_empty(int(args[1].expand(torch.broadcast_shapes(*(t.shape for t in args))).sum()))
-        key: Any = (func, _key(args), _key(tuple(kwargs.items())))
+    def _result(self, func: Any, packet: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, Cost]:
+        """The results of an operator, and its cost. Shapes and cost are found once for equal arguments."""
+        given = _tensors([*args, *kwargs.values()])
+        if _is_computed(given, kwargs):
+            result = self._sorted(func, args, kwargs) if packet is aten.sort else func(*args, **kwargs)
+            return result, _cost(packet, args, kwargs, given, result)
+        key: Any = (func, _key(args), *kwargs, _key(kwargs.values()))
         try:
-            result = self._results.get(key)
+            shapes, cost = self._known.get(key, (None, None))
         except TypeError:
-            key, result = None, None
-        if result is None:
-            kwargs_on_meta = {**kwargs, "device": torch.device("meta")} if "device" in kwargs else kwargs
-            try:
-                result = func(*_on_meta(args), **_on_meta(kwargs_on_meta))
-            except (NotImplementedError, RuntimeError) as error:
-                # torch's own operators raise the first error, and torch.library.custom_op the second.
-                if not isinstance(error, NotImplementedError) and "fake impl" not in str(error):
-                    raise
-                raise NotImplementedError(
-                    f"The step cannot be predicted: operator {func} has no shapes without computing ({error})."
-                ) from error
-            if packet is aten.mkldnn_rnn_layer:
-                result = (*result[:3], _workspace(func, args))
-            if key is not None:
-                self._results[key] = result
-        spread = packet in _CHOOSING
-        return tree_map_only(torch.Tensor, lambda shape: _made(shape, spread, args), result)
+            key = shapes = cost = None
+        written = _written(func)
+        if written is not None:
+            found = [args[place] if place < len(args) else kwargs[name] for place, name in written]
+            result = tuple(found) if len(found) > 1 else found[0] if found else None
+        else:
+            if shapes is None:
+                shapes = _shapes(func, packet, args, kwargs, given)
+            result = _made(shapes, packet in _CHOOSING, args) if given or _is_real(shapes) else func(*args, **kwargs)
+        if cost is None:
+            cost = _cost(packet, args, kwargs, given, result)
+            if key is not None and given and packet is not aten.masked_select:
+                self._known[key] = shapes, cost
+        return result, cost
 
-    def _cost(
-        self,
-        packet: Any,
-        args: tuple,
-        kwargs: dict[str, Any],
-        given: list[torch.Tensor],
-        made: list[torch.Tensor],
-        result: Any,
-    ) -> Cost:
-        count: Any = _ATTENTION.get(packet) or flop_counter.flop_registry.get(packet)
-        flops = 0 if count is None else int(count(*args, **kwargs, out_val=result))
-        read = given[1:] if packet in _GATHERING else given
-        # Operators in place write their first argument, a tensor or a list. Expanded tensors are read once.
-        written = made or _tensors(args[:1])
-        size = sum(min(t.nbytes, t.untyped_storage().nbytes()) for t in (*read, *written))
-        name = packet.__name__
-        kind = "memory" if count is None else "attention" if "attention" in name else "matmul"
-        dtypes = [t.dtype for t in (*given, *made) if t.dtype.is_floating_point]
-        dtype = min(dtypes, key=lambda d: d.itemsize) if dtypes else torch.int64
-        return Cost(name, kind, str(dtype).removeprefix("torch."), flops, size)
+    def _sorted(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """As layers route tokens alike, the last values are often sorted again, which would take long."""
+        key = (func, _key(args), *kwargs.items())
+        values, result = self._last_sorted.get(key, (None, ()))
+        if values is None or not torch.equal(values, args[0]):
+            result = func(*args, **kwargs)
+            self._last_sorted[key] = args[0].clone(), result
+        return tuple(tensor.clone() for tensor in result)
+
+
+def _is_computed(given: list[torch.Tensor], kwargs: dict[str, Any]) -> bool:
+    """Whether an operator takes integers and booleans only, and does not make real numbers of them."""
+    dtype = kwargs.get("dtype")
+    asked = dtype is not None and (dtype.is_floating_point or dtype.is_complex)
+    if not given or asked or any(map(_is_real, given)):
+        return False
+    return sum(tensor.numel() for tensor in given) < MOST_COMPUTED
+
+
+def _shapes(func: Any, packet: Any, args: tuple, kwargs: dict[str, Any], given: list[torch.Tensor]) -> Any:
+    """The results on the meta device."""
+    if packet is aten.masked_select:
+        # Masks are computed, and say how many elements there are.
+        size = int(args[1].expand(torch.broadcast_shapes(*(t.shape for t in args))).sum())
+        return args[0].new_empty(size, device="meta")
+    on_meta = {**kwargs, "device": torch.device("meta")} if "device" in kwargs or not given else kwargs
+    try:
+        result = func(*_on_meta(args), **_on_meta(on_meta))
+    except (NotImplementedError, RuntimeError) as error:
+        # torch's own operators raise the first error, and torch.library.custom_op the second.
+        if not isinstance(error, NotImplementedError) and "fake impl" not in str(error):
+            raise
+        raise NotImplementedError(
+            f"The step cannot be predicted: operator {func} has no shapes without computing ({error})."
+        ) from error
+    return (*result[:3], _workspace(func, args)) if packet is aten.mkldnn_rnn_layer else result
+
+
+def _cost(packet: Any, args: tuple, kwargs: dict[str, Any], given: list[torch.Tensor], result: Any) -> Cost:
+    count: Any = _ATTENTION.get(packet) or flop_counter.flop_registry.get(packet)
+    flops = 0 if count is None else int(count(*args, **kwargs, out_val=result))
+    read, made = given[1:] if packet in _GATHERING else given, _tensors([result])
+    # Operators in place write their first argument, a tensor or a list. Expanded tensors are read once.
+    written = made or _tensors(args[:1])
+    size = sum(min(t.nbytes, t.untyped_storage().nbytes()) for t in (*read, *written))
+    name = packet.__name__
+    kind = "memory" if count is None else "attention" if "attention" in name else "matmul"
+    dtypes = [t.dtype for t in (*given, *made) if t.dtype.is_floating_point]
+    dtype = min(dtypes, key=lambda d: d.itemsize) if dtypes else torch.int64
+    return Cost(name, kind, str(dtype).removeprefix("torch."), flops, size)
 
 
 def _communicated(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -291,15 +298,16 @@ def _is_real(value: Any) -> bool:
     return value.dtype.is_floating_point or value.dtype.is_complex
 
 
-def _key(values: Any) -> Any:
-    def part(value: Any) -> Any:
+def _key(values: Iterable[Any]) -> tuple[Any, ...]:
+    """What shapes and cost of an operator's results depend on. Expanded tensors cost what their storage has."""
+    found: list[Any] = []
+    for value in values:
         if isinstance(value, torch.Tensor):
-            return value.shape, value.stride(), value.dtype
-        if isinstance(value, list | tuple):
-            return tuple(part(each) for each in value)
-        return (type(value), value)
-
-    return part(values)
+            stride = value.stride()
+            found.append((value.shape, stride, value.dtype, 0 in stride and value.untyped_storage().nbytes()))
+        else:
+            found.append(_key(value) if isinstance(value, list | tuple) else (type(value), value))
+    return tuple(found)
 
 
 def _on_meta(values: Any) -> Any:
@@ -309,11 +317,16 @@ def _on_meta(values: Any) -> Any:
     return tree_map_only(torch.Tensor, meta, values)
 
 
-def _made(shape: torch.Tensor, spread: bool, args: tuple) -> torch.Tensor:
-    made = torch.empty_strided(shape.shape, shape.stride(), dtype=shape.dtype)
-    if _is_real(shape) or made.numel() > MOST_COMPUTED:
+def _made(shapes: Any, spread: bool, args: tuple) -> Any:
+    """Ghosts with the shapes of tensors on the meta device, alone or in lists."""
+    if isinstance(shapes, list | tuple):
+        return type(shapes)(_made(each, spread, args) for each in shapes)
+    if not isinstance(shapes, torch.Tensor):
+        return shapes
+    made = torch.empty_strided(shapes.shape, shapes.stride(), dtype=shapes.dtype)
+    if _is_real(made) or made.numel() > MOST_COMPUTED:
         return made
-    if spread and shape.dtype == torch.int64 and args[0].dim():
+    if spread and made.dtype == torch.int64 and args[0].dim():
         size = args[0].shape[-1] or 1
         return made.copy_(torch.arange(made.numel()).view(made.shape) % size)
     return made.zero_()
@@ -331,13 +344,11 @@ def _workspace(func: Any, args: tuple) -> torch.Tensor:
     return torch.empty(size, dtype=torch.uint8, device="meta")
 
 
-def _written(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """The arguments that an operator writes and returns; None for one that makes new tensors."""
-    returns = func._schema.returns
-    arguments = func._schema.arguments
+@functools.cache
+def _written(func: Any) -> list[tuple[int, str]] | None:
+    """Places and names of the arguments that an operator writes and returns; None for one that makes new tensors."""
+    returns, arguments = func._schema.returns, func._schema.arguments
     if any(r.alias_info is None for r in returns):
         return None
-    values = {a.name: v for a, v in zip(arguments, args, strict=False)} | kwargs
-    names = {frozenset(a.alias_info.before_set): a.name for a in arguments if a.alias_info is not None}
-    found = [values.get(names.get(frozenset(r.alias_info.before_set), "")) for r in returns]
-    return found[0] if len(found) == 1 else tuple(found)
+    places = {frozenset(a.alias_info.before_set): (n, a.name) for n, a in enumerate(arguments) if a.alias_info}
+    return [places[frozenset(r.alias_info.before_set)] for r in returns]
