@@ -319,9 +319,9 @@ class _Run:
         recorder, number = self._recorder, len(self._marks)
         if number == 0:
             optimizer.step = functools.partial(self._update, optimizer.step)
-        if number > 1:  # one round of the pipeline more shows what a micro-batch adds
-            self._take_micro_batches(self._few + (number - 2) * self._round)
-        steps = [StepRecorder(engine, Clock(recorder)) for engine in self._engines] if number > 1 else []
+        if number > 0:  # one round of the pipeline more shows what a micro-batch adds
+            self._take_micro_batches(self._few + (number - 1) * self._round)
+        steps = [StepRecorder(engine, Clock(recorder)) for engine in self._engines] if number > 0 else []
         begin = recorder.mark("forward")
         for each in steps:
             each.start()
@@ -332,7 +332,7 @@ class _Run:
             for labels in self._labels:
                 labels.label(each.optimizer)
         self._marks.append((begin, recorder.mark(""), steps))
-        if len(self._marks) == (4 if self._micro_batches > self._few else 3):
+        if len(self._marks) == (3 if self._micro_batches > self._few else 2):
             raise _Ended
         return result
 
@@ -387,9 +387,9 @@ class _Run:
     def _play(self) -> None:
         recorder, cluster = self._recorder, self._cluster
         Simulation(cluster.device, lambda message: cluster.link(message.ranks, message.step), 1).play(recorder.program)
-        found = [self._measured(*marks) for marks in self._marks[2:]]
+        found = [self._measured(*marks) for marks in self._marks[1:]]
         self.numbers = self._of_all_micro_batches(found[0], found[-1])
-        units = [_per_unit(steps) for _, _, steps in self._marks[2:]]
+        units = [_per_unit(steps) for _, _, steps in self._marks[1:]]
         self.units = {unit: self._of_all_micro_batches(parts, units[-1][unit]) for unit, parts in units[0].items()}
         per_micro_batch = found[0]["seconds"] / self._few
         if len(found) > 1:
