@@ -23,7 +23,7 @@ from megatron.fsdp.module import ShardedModel
 from megatron.fsdp.optim.hooks import attach_optimizer
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
 from megatron.fsdp.tools.estimate import AxisSizes, estimate_outline, outline, usage
-from megatron.fsdp.tools.predict import Device, Link, Prediction, Topology, calibration, plan, predict
+from megatron.fsdp.tools.predict import Device, Link, Prediction, Topology, calibration, ghosts, plan, predict
 from megatron.fsdp.tools.predict.ghosts import Cost, Ghosts
 from megatron.fsdp.tools.predict.play import Simulation
 from megatron.fsdp.tools.predict.record import Mark, Message, Wait, Work, fake_ranks
@@ -296,6 +296,30 @@ def test_ghosts_compute_integers_and_spread_choices() -> None:
         assert torch.randn(1 << 20, 1 << 10).mean().item() == 1.0  # no pages: 4 GiB would not be read in this time
 
 
+def test_equal_operators_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = []
+    cost_of = ghosts._cost
+    monkeypatch.setattr(ghosts, "_cost", lambda packet, *rest: looked.append(packet) or cost_of(packet, *rest))
+    costs: list[Cost] = []
+    with Ghosts(costs.append, lambda *_: None, lambda *_: None):
+        row, full = torch.empty(1, 64), torch.empty(64, 64)
+        for _ in range(3):
+            for x in (row.expand(64, 64), full):
+                assert (x @ full).relu_().shape == (64, 64)
+    assert costs[:4] == costs[4:8] == costs[8:]
+    assert [cost.bytes for cost in costs[:4:2]] == [(64 + 2 * 64 * 64) * 4, 3 * 64 * 64 * 4]  # expanded: read once
+    assert [packet.__name__ for packet in looked] == ["empty", "empty", "mm", "relu_", "mm"]
+
+
+def test_sorted_values_are_their_own() -> None:
+    with Ghosts(lambda cost: None, lambda *_: None, lambda *_: None):
+        values = torch.tensor([3, 1, 2])
+        values.argsort().zero_()
+        assert values.argsort().tolist() == [1, 2, 0]
+        values[0] = 0
+        assert values.argsort().tolist() == [0, 1, 2]
+
+
 def test_ghosts_gather_the_counts_of_many_experts() -> None:
     with fake_ranks(64), Ghosts(lambda cost: None, lambda *_: None, lambda *_: None):
         counts = torch.full((64 * 256,), -1)
@@ -330,8 +354,8 @@ def test_ghosts_that_grow_have_no_pages() -> None:
     def pages() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1])
 
-    ghosts = Ghosts(lambda cost: None, lambda name, args: None, lambda memory, change: None)
-    with ghosts, ghosts.follow_storages():
+    making = Ghosts(lambda cost: None, lambda name, args: None, lambda memory, change: None)
+    with making, making.follow_storages():
         tensor, before = torch.empty(1 << 28, dtype=torch.uint8), pages()
         tensor.untyped_storage().resize_(1 << 29)
         size, grown = tensor.untyped_storage().nbytes(), (pages() - before) * os.sysconf("SC_PAGE_SIZE")

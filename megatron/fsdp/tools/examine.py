@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -161,6 +161,7 @@ def dry_run(
     training: Any = importlib.import_module("megatron.training.training")
     initialization: Any = importlib.import_module("megatron.fsdp.mcore.initialization")
     blocks: Any = importlib.import_module("megatron.core.transformer.transformer_block")
+    groups: Any = importlib.import_module("megatron.core.parallel_state")
     with ExitStack() as stack:
 
         def replace(owner: Any, name: str, by: Callable[..., Any]) -> None:
@@ -171,6 +172,7 @@ def dry_run(
         # Nothing is initialized, so nothing needs to be recorded for it.
         replace(initialization, "record", lambda record, build, _: build())
         replace(dist, "new_group", _own_group)
+        replace(groups, "generate_masked_orthogonal_rank_groups", _rank_groups)
         replace(blocks, "build_module", first_layers(most))
         try:
             yield replace
@@ -204,9 +206,19 @@ def first_layers(most: Callable[[], int | None]) -> Callable[..., Any]:
 
 def _own_group(new_group: Callable[..., Any], ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
     """Create no groups of other ranks, of which there are thousands at scale."""
-    if ranks is not None and dist.get_rank() not in ranks:
+    if ranks is not None and int(os.environ["RANK"]) not in ranks:
         return dist.GroupMember.NON_GROUP_MEMBER
     return new_group(ranks, *args, **kwargs)
+
+
+def _rank_groups(generate: Callable[..., Any], world_size: int, sizes: list[int], mask: list[bool]) -> list[list[int]]:
+    """All groups of ranks along some axes. Most runs of the script ask for the same ones."""
+    return [[*group] for group in _generated(generate, world_size, tuple(sizes), tuple(mask))]
+
+
+@cache
+def _generated(generate: Callable[..., Any], world_size: int, sizes: tuple[int, ...], mask: tuple[bool, ...]) -> Any:
+    return generate(world_size, sizes, mask)
 
 
 def described(error: Exception, script: Path) -> str:

@@ -108,6 +108,11 @@ class Ghosts(TorchDispatchMode):
         self.category = "temporary"
         self.operators = 0
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch wraps no operator's call: nothing is compiled while ghosts are made, and the wrapper takes long."""
+        return False
+
     # Memory ----------------------------------------------------------------------------------------------------
 
     def memory_of(self, storage: torch.UntypedStorage) -> Memory:

@@ -9,6 +9,7 @@ more memory than a candidate that does not fit is left out, and what would be to
 import concurrent.futures
 import dataclasses
 import functools
+import gc
 import itertools
 import math
 import multiprocessing
@@ -168,6 +169,7 @@ def _start() -> None:
     os.dup2(silence, 1)
     os.dup2(silence, 2)
     torch.set_num_threads(1)
+    gc.set_threshold(20_000)  # recorded steps are many objects that live
     prepare_megatron()
 
 
