@@ -8,6 +8,7 @@ spread evenly.
 """
 
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -59,6 +60,9 @@ _OF_STORAGE = {aten.set_, aten.resize_, aten.lift_fresh}
 _CHOOSING = {aten.topk, aten.argmax, aten.sort, aten.argsort, aten.max, aten.multinomial}
 # They read as many rows of their first argument as they return.
 _GATHERING = {aten.embedding, aten.index_select, aten.index, aten.gather}
+_RECURRENT = {aten.mkldnn_rnn_layer, aten.mkldnn_rnn_layer_backward}
+# Where the arguments of the first one are among those of the second.
+_AS_FORWARD = (*range(7), 13, 20, 14, 15, 16, 17, 19, 21, 18)
 _ITEM = aten._local_scalar_dense.default
 # They take no time.
 _EMPTY = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
@@ -203,11 +207,12 @@ class Ghosts(TorchDispatchMode):
         if _is_computed(given, kwargs):
             result = self._sorted(func, args, kwargs) if packet is aten.sort else func(*args, **kwargs)
             return result, _cost(packet, args, kwargs, given, result)
-        key: Any = (func, _key(args), *kwargs, _key(kwargs.values()))
+        graph = packet in _RECURRENT and torch.is_grad_enabled()
+        key: Any = (func, graph, _key(args), *kwargs, _key(kwargs.values()))
         try:
-            shapes, cost = self._known.get(key, (None, None))
+            shapes, cost, inside = self._known.get(key, (None, None, 0))
         except TypeError:
-            key = shapes = cost = None
+            key, shapes, cost, inside = None, None, None, 0
         written = _written(func)
         if written is not None:
             found = [args[place] if place < len(args) else kwargs[name] for place, name in written]
@@ -215,11 +220,17 @@ class Ghosts(TorchDispatchMode):
         else:
             if shapes is None:
                 shapes = _shapes(func, packet, args, kwargs, given)
+                if packet in _RECURRENT:
+                    shapes, inside = _of_recurrent(packet, args, shapes)
             result = _made(shapes, packet in _CHOOSING, args) if given or _is_real(shapes) else func(*args, **kwargs)
         if cost is None:
             cost = _cost(packet, args, kwargs, given, result)
             if key is not None and given and packet is not aten.masked_select:
-                self._known[key] = shapes, cost
+                self._known[key] = shapes, cost, inside
+        if inside:
+            memory = Memory("temporary", self.operators)
+            self._set(memory, inside)
+            self._set(memory, 0)
         return result, cost
 
     def _sorted(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -249,7 +260,7 @@ def _shapes(func: Any, packet: Any, args: tuple, kwargs: dict[str, Any], given: 
         return args[0].new_empty(size, device="meta")
     on_meta = {**kwargs, "device": torch.device("meta")} if "device" in kwargs or not given else kwargs
     try:
-        result = func(*_on_meta(args), **_on_meta(on_meta))
+        return func(*_on_meta(args), **_on_meta(on_meta))
     except (NotImplementedError, RuntimeError) as error:
         # torch's own operators raise the first error, and torch.library.custom_op the second.
         if not isinstance(error, NotImplementedError) and "fake impl" not in str(error):
@@ -257,7 +268,6 @@ def _shapes(func: Any, packet: Any, args: tuple, kwargs: dict[str, Any], given: 
         raise NotImplementedError(
             f"The step cannot be predicted: operator {func} has no shapes without computing ({error})."
         ) from error
-    return (*result[:3], _workspace(func, args)) if packet is aten.mkldnn_rnn_layer else result
 
 
 def _cost(packet: Any, args: tuple, kwargs: dict[str, Any], given: list[torch.Tensor], result: Any) -> Cost:
@@ -337,16 +347,45 @@ def _made(shapes: Any, spread: bool, args: tuple) -> Any:
     return made.zero_()
 
 
-def _workspace(func: Any, args: tuple) -> torch.Tensor:
-    """The memory of a CPU's recurrent layer for its backward, which the operator on the meta device leaves empty.
+def _of_recurrent(packet: Any, args: tuple, shapes: Any) -> tuple[Any, int]:
+    """The results of a recurrent layer of oneDNN, and the most bytes in its course, with them.
 
-    Its bytes grow with the steps, the first dimension of ``args[0]``: the operator itself says how many at a few.
+    It packs weights anew and takes memory for all steps; for its backward it keeps some, which the operator on the meta
+    device leaves empty. Bytes grow with the steps, the first dimension of ``args[0]``: the operator itself says how
+    many at a few.
     """
-    inputs = [tree_map_only(torch.Tensor, torch.zeros_like, arg) for arg in args[1:]]
     steps, few = len(args[0]), min(len(args[0]), 33)
-    first, last = (func(torch.zeros_like(args[0][:n]), *inputs)[3].numel() for n in (1, few))
-    size = first + (last - first) * (steps - 1) // max(few - 1, 1)
-    return torch.empty(size, dtype=torch.uint8, device="meta")
+    one, more = (_of_few_steps(packet, args, n) for n in (1, few))
+    kept, most = (a + (b - a) * (steps - 1) // max(few - 1, 1) for a, b in zip(one, more, strict=True))
+    if packet is aten.mkldnn_rnn_layer:
+        shapes = (*shapes[:3], torch.empty(kept, dtype=torch.uint8, device="meta") if kept else None)
+    return shapes, most
+
+
+def _of_few_steps(packet: Any, args: tuple, steps: int) -> tuple[int, int]:
+    """Bytes that a recurrent layer keeps for its backward, and the most in its course."""
+    given = list(args)
+    for place, value in enumerate(args):
+        if isinstance(value, torch.Tensor):  # of the inputs, the outputs and their gradients, a few steps
+            given[place] = torch.zeros_like(value[:steps] if place in (0, 7, 10) else value)
+    if packet is aten.mkldnn_rnn_layer_backward:
+        with torch.enable_grad():  # it keeps something only then
+            given[-1] = aten.mkldnn_rnn_layer(*(given[place] for place in _AS_FORWARD))[3]
+    result, most = allocated(lambda: packet(*given))
+    return 0 if result[3] is None else result[3].nbytes, most
+
+
+def allocated(call: Callable[[], Any]) -> tuple[Any, int]:
+    """What a call returns, and the most bytes in its course, also within operators."""
+    profiler: Any = torch.autograd  # its successor, torch.profiler, would look for GPUs, and print
+    only, more = (profiler.ProfilerState.CPU, False, True), torch._C._profiler._ExperimentalConfig()
+    profiler._enable_profiler_legacy(profiler.ProfilerConfig(*only, False, False, False, more))
+    try:
+        result = call()
+    finally:
+        events = [event for thread in profiler._disable_profiler_legacy() for event in thread]
+    changes = [event.cpu_memory_usage() for event in events if event.kind() == "memory_alloc"]
+    return result, max(itertools.accumulate(changes), default=0)
 
 
 @functools.cache
