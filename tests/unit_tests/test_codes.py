@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from megatron.fsdp import fsdp2
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
+from megatron.fsdp.state.export import save_safetensors
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model
 from tests.models import STRATEGIES, device, sgd
 from tests.ranks import DEVICE, on_ranks
@@ -158,3 +159,23 @@ def test_codes_that_are_trained_or_not_there_yet_raise() -> None:
     model = fully_shard_model(_model([torch.int8]), fsdp_unit_modules=[Quantized])
     with pytest.raises(TypeError, match="keeps its dtype: expected values of torch.int8; got torch.float32"):
         model.module[0].codes.data = model.module[0].codes.data * 0.5
+
+
+@on_ranks(2)
+def test_exports_in_another_dtype_leave_codes_as_they_are(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    plain = _model((torch.int8, torch.float8_e4m3fn, torch.int64))
+    model = fully_shard_model(copy.deepcopy(plain), fsdp_unit_modules=[Quantized])
+    found = {
+        name: tensor.clone() for bucket in model.full_weights(dtype=torch.bfloat16) for name, tensor in bucket.items()
+    }
+    save_safetensors(model, tmp_path, dtype=torch.bfloat16)
+    dist.barrier()
+    saved = {name: each for file in tmp_path.glob("*.safetensors") for name, each in load_file(file).items()}
+    for state in (found, saved):
+        assert state.keys() == plain.state_dict().keys()
+        for name, expected in plain.state_dict().items():
+            wanted = expected if name.endswith("codes") else expected.bfloat16()
+            assert state[name].dtype == wanted.dtype
+            assert torch.equal(state[name].view(torch.uint8).cpu(), wanted.view(torch.uint8).cpu())

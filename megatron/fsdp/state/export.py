@@ -118,7 +118,7 @@ class _Files:
             self._write(save)
         self._held[name] = tensor
         self._total += tensor.nbytes
-        if tensor.is_floating_point():
+        if tensor.is_floating_point() and tensor.itemsize > 1:
             self._dtype = torch.promote_types(self._dtype or tensor.dtype, tensor.dtype)
 
     def _write(self, save: Callable[..., None]) -> None:
@@ -238,7 +238,7 @@ def _full_tensors(model: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple
         if id(param) not in seen:
             seen.add(id(param))
             whole = gather_full(param.main)  # type: ignore[arg-type]  # a Parameter that is a DTensor
-            wanted = dtype or param.compute.dtype
+            wanted = param.compute.dtype if dtype is None or param.key.codes else dtype
             yield param.name, of(whole).within(wanted, param.name).full_tensor().to(HOST, wanted).contiguous()
     for name, value in unsharded_state(module).items():
         if isinstance(value, torch.Tensor):

@@ -164,7 +164,7 @@ def _parts(group: ParameterGroup, engine: Engine, options: Options) -> list[_Par
         experts = options.expert_group
         names = _names_of_experts(names[0], group, experts)
     compute = group.params[0].compute.dtype
-    dtype = options.dtype if options.dtype is not None and compute.is_floating_point else compute
+    dtype = compute if options.dtype is None or group.params[0].key.codes else options.dtype
     layout = group.layout
     whole = _Part(group, range(len(group.params)), slice(0, layout.numel), dtype, names, experts)
     if whole.nbytes <= options.bucket_bytes:
