@@ -140,7 +140,7 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         Column("rank correlation", "correlation", digits=2),
     ),
     "predicted-memory": (
-        _mib("measured peak", "peak"),
+        _mib("measured peak", "most"),
         _mib("predicted peak", "predicted"),
         Column("difference, %", "error", 0.01, 1),
         _mib("weights", "most_shards"),

@@ -78,7 +78,7 @@ SECTIONS: dict[str, Section] = {
     ),
     "predicted-memory": Section(
         "The planner's memory",
-        "Live bytes of tensors of rank 0 of four, over gloo; the peak is the median of five steps. By category, the\n"
+        "Live bytes of tensors of rank 0 of four, over gloo; the peak is the most of five steps. By category, the\n"
         "largest at any operation. *rest* is temporary memory, communication buffers and memory kept for reuse.\n"
         "*heap overhead* is the growth of all other heap memory since before sharding.",
     ),

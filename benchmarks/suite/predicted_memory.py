@@ -58,14 +58,14 @@ def measure(model: str, options: Options) -> dict[str, dict[str, float]]:
 
 
 def predict(case: Case, model: str, peer: str) -> None:
-    """Add the planner's answer for one cell, and its relative error."""
+    """Add the planner's answer for one cell, and its error relative to the most bytes of any step."""
     zero, outer = STRATEGIES[peer]
     answer = planner.ask(lambda: planner.memory(model, zero, outer, RANKS, CPU))
     if isinstance(answer, str):
         case.notes.append(f"{peer}: {answer}")
         return
     total = answer.peak.total
-    case.put(peer, predicted=total, error=total / case.figures[peer]["peak"].median - 1)
+    case.put(peer, predicted=total, error=total / case.figures[peer]["most"].median - 1)
     largest = planner.largest_by_category(answer)
     case.put(peer, **{f"predicted_most_{name.replace(' ', '_')}": value for name, value in largest.items()})
 

@@ -25,9 +25,9 @@ from megatron.fsdp.optim.hooks import attach_optimizer
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
 from megatron.fsdp.tools.estimate import AxisSizes, estimate_outline, outline, usage
 from megatron.fsdp.tools.predict import Device, Link, Prediction, Topology, calibration, ghosts, plan, predict
-from megatron.fsdp.tools.predict.ghosts import Cost, Ghosts
+from megatron.fsdp.tools.predict.ghosts import Cost, Ghosts, Memory
 from megatron.fsdp.tools.predict.play import Simulation
-from megatron.fsdp.tools.predict.record import Mark, Message, Wait, Work, fake_ranks
+from megatron.fsdp.tools.predict.record import Change, Mark, Message, Wait, Work, fake_ranks
 from megatron.fsdp.tools.program import unit_classes
 from scripts import memory_chart
 from tests.models import FP32_GRADS, TinyModel
@@ -163,6 +163,17 @@ def test_time_of_overlapping_streams() -> None:
     gather = Work("", [Message("_allgather_base_", 2, 1, 4 * 10**9)])  # 2 GB at 1 GB/s
     assert _simulated([gather, _second(), Wait(gather)]).now == pytest.approx(2.0, rel=1e-3)
     assert _simulated([gather, Wait(gather), _second()]).now == pytest.approx(3.0, rel=1e-3)
+
+
+def test_memory_of_a_collective_counts_until_it_is_waited_for() -> None:
+    """However late another rank takes part in it."""
+    buffer, made = Memory("communication buffers", 0), Memory("temporary", 0)
+    message = Message("_allgather_base_", 2, 1, 2 * 10**9)
+    gather = Work("", [Change(buffer, 8), message, Change(buffer, -8)])
+    never = Work("", [Change(buffer, 2), message, Change(buffer, -2)])
+    for program in ([gather, _second(), _second(), Change(made, 4), Wait(gather)], [never, _second(), Change(made, 4)]):
+        changes = [each.bytes for each in _simulated(program).allocations]
+        assert changes == [changes[0], 4, -changes[0]]
 
 
 def test_time_of_shared_cores() -> None:

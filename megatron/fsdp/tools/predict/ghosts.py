@@ -314,7 +314,7 @@ def _is_real(value: Any) -> bool:
 
 
 def _key(values: Iterable[Any]) -> tuple[Any, ...]:
-    """What shapes and cost of an operator's results depend on. Expanded tensors cost what their storage has."""
+    """Of arguments, all that shapes and cost depend on. Expanded tensors cost as much as their storage has."""
     found: list[Any] = []
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -376,7 +376,7 @@ def _of_few_steps(packet: Any, args: tuple, steps: int) -> tuple[int, int]:
 
 
 def allocated(call: Callable[[], Any]) -> tuple[Any, int]:
-    """What a call returns, and the most bytes in its course, also within operators."""
+    """The result of a call, and the most bytes in its course, also within operators."""
     profiler: Any = torch.autograd  # its successor, torch.profiler, would look for GPUs, and print
     only, more = (profiler.ProfilerState.CPU, False, True), torch._C._profiler._ExperimentalConfig()
     profiler._enable_profiler_legacy(profiler.ProfilerConfig(*only, False, False, False, more))

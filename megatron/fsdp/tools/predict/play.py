@@ -57,7 +57,8 @@ class Simulation:
 
     Attributes:
         now: Seconds since the start.
-        allocations: Every change of memory, in the order of time.
+        allocations: Every change of memory, in the order of time. How late other ranks take part in a collective is
+            not known: what a stream frees after its last message counts until that work is waited for.
     """
 
     def __init__(self, device: Device, link_of: LinkOf, per_host: int) -> None:
@@ -67,6 +68,7 @@ class Simulation:
         self.allocations: list[Allocation] = []
         self._label = ""
         self._done: set[int] = set()
+        self._freed: dict[int, list[Change]] = {}  # by work that is not waited for yet
         self._streams: dict[str, _Executor] = {}
         # Messages of one group run in the order in which they were issued, whatever their streams.
         self._order: dict[Any, deque[int]] = {}
@@ -82,6 +84,8 @@ class Simulation:
                 executors = [main, *self._streams.values()]
             active = [e.activity for e in executors if e.activity is not None]
             if not active:
+                for work in [*self._freed]:
+                    self._free(work)
                 return
             self._share(active)
             seconds = min(a.remaining / a.rate for a in active)
@@ -112,6 +116,8 @@ class Simulation:
     def _do(self, executor: _Executor, entry: Any) -> None:
         if isinstance(entry, Change):
             self.allocations.append(Allocation(self.now, entry.memory, entry.bytes, self._label))
+        elif isinstance(entry, Wait):
+            self._free(id(entry.work))
         elif isinstance(entry, Cost):
             executor.activity = _Activity(self._device.seconds(entry), {"cores": 1.0})
         elif isinstance(entry, Mark):
@@ -119,7 +125,11 @@ class Simulation:
             self._label = self._label if entry.label is None else entry.label
         elif isinstance(entry, Work):
             stream = self._streams.setdefault(entry.stream, _Executor(()))
-            stream.entries.extend([*entry.entries, _End(entry)])
+            messages = [place for place, each in enumerate(entry.entries) if isinstance(each, Message)]
+            rest = entry.entries[messages[-1] :] if messages else []
+            self._freed[id(entry)] = [each for each in rest if _frees(each)]
+            own = [*entry.entries[: len(entry.entries) - len(rest)], *(each for each in rest if not _frees(each))]
+            stream.entries.extend([*own, _End(entry)])
         elif isinstance(entry, Message):
             executor.activity = self._message(entry)
             executor.entries.appendleft(_Sent(entry))
@@ -127,6 +137,10 @@ class Simulation:
             self._order[entry.message.ranks, entry.message.step].popleft()
         elif isinstance(entry, _End):
             self._done.add(id(entry.work))
+
+    def _free(self, work: int) -> None:
+        for change in self._freed.pop(work, ()):
+            self.allocations.append(Allocation(self.now, change.memory, change.bytes, self._label))
 
     def _message(self, message: Message) -> _Activity:
         link, device = self._link_of(message), self._device
@@ -168,6 +182,10 @@ class _End(NamedTuple):
 
 class _Sent(NamedTuple):
     message: Message
+
+
+def _frees(entry: Any) -> bool:
+    return isinstance(entry, Change) and entry.bytes < 0
 
 
 def _messages(entries: list[Any]) -> Iterable[Message]:
