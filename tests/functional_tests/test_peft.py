@@ -40,7 +40,7 @@ def _quantize(model: Any, storage: torch.dtype) -> None:
             )
             made.load_state_dict(linear.state_dict())
             part._modules[name] = made.to("cpu")
-            # In evaluation, it would pack codes in another order.
+            # In evaluation, it would pack codes in a different order.
             made.support_avx512bf16_for_cpu = False
 
 

@@ -19,7 +19,7 @@ from tests.models import STRATEGIES, device, sgd
 from tests.ranks import DEVICE, on_ranks
 
 SHORT = (torch.int8, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2)
-# Bits of a NaN that a cast to another dtype and back would change.
+# Bits of a NaN that a cast to a different dtype and back would change.
 _SIGNALS = {torch.bfloat16: 0x7F81, torch.float16: 0x7C01}
 WIDE = (torch.int16, torch.uint16, torch.int32, torch.int64)
 
@@ -144,7 +144,7 @@ def test_codes_in_memory_of_floating_point_numbers_are_not_cast(interface: str, 
         model = fsdp2.fully_shard(plain, mp_policy=fsdp2.MixedPrecisionPolicy(param_dtype=torch.float32))
     assert _losses(model) == pytest.approx(expected, rel=1e-5)
     assert _bits(model) == before
-    # bitsandbytes would put codes in another order, and in memory of its own.
+    # bitsandbytes would put codes in a different order, and in memory of its own.
     assert not any(layer.support_avx512bf16_for_cpu for layer in plain)
 
 

@@ -23,13 +23,13 @@ def holds_codes(parameter: nn.Parameter) -> bool:
 
 
 def scales_of(parameter: nn.Parameter) -> dict[str, Any]:
-    """What the class of codes shows of their scales: torch's state dicts look for it by the names in their keys."""
+    """Scales that the class of codes shows by name: torch's state dicts look for it by the names in their keys."""
     names = [name for name, each in vars(type(parameter)).items() if isinstance(each, property)]
     return {name: getattr(parameter, name) for name in names if of_codes(parameter) and hasattr(parameter, name)}
 
 
 def keep_codes(module: nn.Module) -> None:
-    """Keep a module of bitsandbytes from packing its codes in another order on a CPU, in memory of its own."""
+    """Keep a module of bitsandbytes from packing its codes in a different order on a CPU, in memory of its own."""
     if getattr(module, "support_avx512bf16_for_cpu", False):
         module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
 
