@@ -128,6 +128,15 @@ def _makes_gtp_groups() -> bool:
     return hasattr(parallel_state, "_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT")
 
 
+def _lacks_group_of_sharp(settings: Settings) -> bool:
+    replicas = settings["sharp_enabled_group"] == "dp_replica"
+    return bool(settings["use_sharp"]) and (not _several_instances(settings) if replicas else _makes_gtp_groups())
+
+
+def _saves_without_a_type(settings: Settings) -> bool:
+    return bool(settings["non_persistent_save_interval"]) and settings["non_persistent_ckpt_type"] is None
+
+
 def _is_given(name: str, condition: Condition) -> Condition:
     return lambda s: s[name] is not None and condition(s)
 
@@ -277,10 +286,10 @@ LIMITS: tuple[Limit, ...] = (
         lambda s: bool(REMOTE.match(str(s["save"]))) and any(s[name] for name in _TO_FILES),
     ),
     _not_yet(
-        "non_persistent_ckpt_type global",
+        "non_persistent_ckpt_type global, or none with non_persistent_save_interval",
         "resuming from such checkpoints",
         "Use --save-interval and --save-retain-interval.",
-        lambda s: s["non_persistent_ckpt_type"] == "global",
+        lambda s: s["non_persistent_ckpt_type"] == "global" or _saves_without_a_type(s),
     ),
     Limit(
         "ckpt_format torch or torch_dcp",
@@ -307,10 +316,10 @@ LIMITS: tuple[Limit, ...] = (
         condition=lambda s: bool(s["moe_single_grouped_weight"] or s["moe_single_grouped_bias"]),
     ),
     Limit(
-        "use_sharp for the group dp",
-        "Megatron-Core 0.19 reads that group before it creates it.",
-        "Set sharp_enabled_group (--sharp-enabled-group) to dp_replica, which needs several optimizer instances.",
-        condition=lambda s: bool(s["use_sharp"]) and s["sharp_enabled_group"] != "dp_replica" and _makes_gtp_groups(),
+        "use_sharp for the group dp, or with one optimizer instance",
+        "Megatron-Core 0.19 reads the group dp before it creates it, and dp_replica needs several.",
+        "Set sharp_enabled_group (--sharp-enabled-group) to dp_replica, with several optimizer instances.",
+        condition=_lacks_group_of_sharp,
     ),
     _not_yet(
         "skip_train with load or pretrained_checkpoint",

@@ -85,17 +85,20 @@ def load_base_checkpoint(original: Callable[..., Any], load_dir: Any, args: Any,
     Megatron would start from random weights, and later overwrite the checkpoints in the folder.
 
     Raises:
-        RuntimeError: The folder has files of a checkpoint, and none that can be loaded.
+        RuntimeError: The folder has files of a checkpoint, and none that can be loaded. Or it is one, and the iteration
+            that ``--ckpt-step`` gives is a different one.
     """
     chosen = getattr(args, "ckpt_step", None)
     if load_dir is None or not uses_fsdp_dtensor(args):
         return original(load_dir, args, *rest, **kwargs)
     folder = as_path(load_dir)
     _warn_of_saved(folder, args)
-    if chosen or _has_tracker(folder):
+    if _has_tracker(folder) or (chosen and not _is_alone(folder, chosen)):
         return original(load_dir, args, *rest, **kwargs)
-    found = _untracked(folder)
+    found = None if chosen else _untracked(folder)
     itself = found is None and _is_checkpoint(folder)
+    if chosen and (own := _iteration_in(folder) or chosen) != chosen:
+        raise RuntimeError(f"{folder} is a checkpoint: expected --ckpt-step {own}, or none; got {chosen}.")
     if found is None and not itself:
         _require_usable(folder)
         return original(load_dir, args, *rest, **kwargs)
@@ -162,6 +165,11 @@ def _giving(folder: Path) -> Iterator[None]:
 def _is_checkpoint(folder: Path) -> bool:
     """Whether a folder is a checkpoint itself."""
     return from_rank_0((folder / METADATA).is_file)
+
+
+def _is_alone(folder: Path, iteration: int) -> bool:
+    """Whether a folder is a checkpoint itself, and has none of this iteration inside."""
+    return _is_checkpoint(folder) and not from_rank_0((folder_of(folder, iteration) / METADATA).is_file)
 
 
 def _iteration_in(folder: Path) -> int:

@@ -66,7 +66,9 @@ BROKEN: dict[str, dict[str, Any]] = {
         "has_cond_embedder": True,
         "pipeline_model_parallel_size": 2,
     },
-    "non_persistent_ckpt_type global": {"non_persistent_ckpt_type": "global"},
+    "non_persistent_ckpt_type global, or none with non_persistent_save_interval": {
+        "non_persistent_ckpt_type": "global"
+    },
     "ckpt_format torch or torch_dcp": {"ckpt_format": "torch"},
     "ckpt_convert_format": {"ckpt_convert_format": "torch_dist"},
     "megatron_fsdp_main_params_dtype other than fp32 with clip_grad": {
@@ -137,6 +139,8 @@ def test_each_limit_is_an_error_that_says_what_to_do(limit: limits.Limit) -> Non
             "",
         ),
         ("--non-persistent-ckpt-type global", "non_persistent_ckpt_type"),
+        ("--non-persistent-save-interval 2", "non_persistent_ckpt_type"),
+        ("--non-persistent-save-interval 2 --non-persistent-ckpt-type local", ""),
         ("--ckpt-convert-format torch_dist", "ckpt_convert_format"),
         ("--bf16 --megatron-fsdp-main-params-dtype bf16", "megatron_fsdp_main_params_dtype"),
         ("--bf16 --megatron-fsdp-main-params-dtype auto", "megatron_fsdp_main_params_dtype"),
@@ -146,7 +150,8 @@ def test_each_limit_is_an_error_that_says_what_to_do(limit: limits.Limit) -> Non
         ("--moe-single-grouped-weight", "moe_single_grouped_weight"),
         ("--moe-single-grouped-bias", "moe_single_grouped_weight or moe_single_grouped_bias"),
         ("--use-sharp", "use_sharp"),
-        ("--use-sharp --sharp-enabled-group dp_replica", ""),
+        ("--use-sharp --sharp-enabled-group dp_replica", "use_sharp"),
+        ("--use-sharp --sharp-enabled-group dp_replica --num-distributed-optimizer-instances 2", ""),
     ],
 )
 def test_flags_are_refused_before_megatron_validates_them(words: str, refused: str) -> None:

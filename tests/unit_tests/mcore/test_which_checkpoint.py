@@ -150,7 +150,7 @@ def test_empty_folder_is_a_first_start(monkeypatch: pytest.MonkeyPatch, checkpoi
     assert at_base(monkeypatch, checkpoints, **OURS, ckpt_step=None) == (None, None), "that is read elsewhere"
 
 
-def given(monkeypatch: pytest.MonkeyPatch, folder: Path) -> tuple[Any, str, bool]:
+def given(monkeypatch: pytest.MonkeyPatch, folder: Path, step: int | None = None) -> tuple[Any, str, bool]:
     """The result of Megatron's loader for a folder that is a checkpoint: iteration, path, whether a release."""
     from megatron.fsdp.mcore import resuming
 
@@ -158,7 +158,7 @@ def given(monkeypatch: pytest.MonkeyPatch, folder: Path) -> tuple[Any, str, bool
         name = resuming.checkpoint_name(lambda load_dir, iteration: f"{load_dir}/{iteration}", load_dir, args.ckpt_step)
         return args.ckpt_step, name, False, "kind"
 
-    args = SimpleNamespace(**OURS, ckpt_step=None, load=str(folder), pretrained_checkpoint=None)
+    args = SimpleNamespace(**OURS, ckpt_step=step, load=str(folder), pretrained_checkpoint=None)
     monkeypatch.setattr(resuming, "megatron_arguments", lambda: args)
     assert resuming.checkpoint_exists(lambda path: False, str(folder))
     assert resuming.load_path(lambda args, name: "Megatron's", args) == str(folder)
@@ -176,9 +176,13 @@ def test_a_folder_that_is_a_checkpoint(monkeypatch: pytest.MonkeyPatch, checkpoi
         dcp.save(state, storage_writer=Writer(folder), planner=Planner())
     assert given(monkeypatch, folder) == (7, str(folder), name == "release")
     assert resuming.checkpoint_name(lambda path: path, "later") == "later"
+    assert given(monkeypatch, folder, 7) == given(monkeypatch, folder)
+    with pytest.raises(RuntimeError, match="is a checkpoint: expected --ckpt-step 7, or none; got 10"):
+        given(monkeypatch, folder, 10)
     # A run that saved into the folder resumes from what it saved.
     shutil.copytree(checkpoints / "iter_0000010", folder / "iter_0000010")
     assert at_base(monkeypatch, folder, **OURS, ckpt_step=None) == (10, None)
+    assert at_base(monkeypatch, folder, **OURS, ckpt_step=10) == (10, 10)
 
 
 UNUSABLE = {
