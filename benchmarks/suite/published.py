@@ -141,7 +141,7 @@ def _predict(training: Training, layers: int) -> Prediction:
         units=[Block],
         ranks=Topology(training.ranks),
         device=cluster.device,
-        link=lambda message: cluster.link(message.ranks, message.step),
+        link=cluster.link_of,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, foreach=True),
         loss=loss_of,
         micro_batches=training.micro_batches,

@@ -109,6 +109,13 @@ def test_a_network_and_hosts_of_ones_own(monkeypatch: pytest.MonkeyPatch, capsys
     with pytest.raises(SystemExit):
         main()
     assert "a --machine has its own" in capsys.readouterr().err
+    words = f"--gpu h100 --sites 2 fast 0.02 --model {__name__}:_model --units Block"
+    monkeypatch.setattr(sys, "argv", ["plan", *words.split()])
+    with pytest.raises(SystemExit):
+        main()
+    assert "--sites: expected a number, bytes per second and seconds, as in 2 12.5GB 0.02; got 2 fast 0.02" in (
+        capsys.readouterr().err
+    )
 
 
 OWN = "--num-layers 2 --micro-batch-size=1 --tensor-model-parallel-size 2 --sequence-parallel --recompute-modules a b"

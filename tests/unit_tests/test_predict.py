@@ -195,7 +195,7 @@ def test_an_all_to_all_sends_through_the_own_network_card() -> None:
     cluster = plan.cluster_of("h100")  # 8 GPUs per host, with 450 GB/s inside and 50 GB/s per card
 
     def seconds(name: str, ranks: int, step: int = 1) -> float:
-        simulation = Simulation(cluster.device, lambda message: cluster.link(message.ranks, message.step), 1)
+        simulation = Simulation(cluster.device, cluster.link_of, 1)
         simulation.play([Message(name, ranks, step, 64 * 10**9)])
         return simulation.now
 
@@ -210,7 +210,7 @@ def test_groups_side_by_side_share_the_line_between_data_centers() -> None:
     cluster = dataclasses.replace(plain, site=512, line=(12.5e9, 0.02))
 
     def seconds(name: str, ranks: int, step: int = 1) -> float:
-        simulation = Simulation(cluster.device, lambda message: cluster.link(message.ranks, message.step), 1)
+        simulation = Simulation(cluster.device, cluster.link_of, 1)
         simulation.play([Message(name, ranks, step, 2 * 10**9)])
         return simulation.now
 

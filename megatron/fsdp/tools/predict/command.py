@@ -386,7 +386,7 @@ class _Run:
 
     def _play(self) -> None:
         recorder, cluster = self._recorder, self._cluster
-        Simulation(cluster.device, lambda message: cluster.link(message.ranks, message.step), 1).play(recorder.program)
+        Simulation(cluster.device, cluster.link_of, 1).play(recorder.program)
         found = [self._measured(*marks) for marks in self._marks[1:]]
         self.numbers = self._of_all_micro_batches(found[0], found[-1])
         units = [_per_unit(steps) for _, _, steps in self._marks[1:]]

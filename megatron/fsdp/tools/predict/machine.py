@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megatron.fsdp.tools.devices import gpu_memory
 from megatron.fsdp.tools.predict.ghosts import Cost
+from megatron.fsdp.tools.predict.record import Message
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,10 @@ class Cluster:
     between: float
     site: int | None = None
     line: tuple[float, float] = (math.inf, 0.0)
+
+    def link_of(self, message: Message) -> Link:
+        """The link of one message."""
+        return self.link(message.ranks, message.step)
 
     def link(self, ranks: int, step: int = 1) -> Link:
         """The link of ``ranks`` ranks at a distance of ``step``, with ``step`` such groups side by side."""

@@ -136,7 +136,7 @@ def plan(
     for name, arguments, inner, outer, axes in candidates(ranks, cluster.per_host):
         config = FSDPConfig(inner, outer, policy or MixedPrecisionPolicy())
         settings: dict[str, Any] = {"config": config, "units": units, "ranks": axes, "device": cluster.device}
-        predicted = predict(model_fn, batch_fn, link=lambda m: cluster.link(m.ranks, m.step), **settings, **more)
+        predicted = predict(model_fn, batch_fn, link=cluster.link_of, **settings, **more)
         on_device = cluster.device.runs_ahead
         taken = with_overhead(predicted.peak.total) if on_device else predicted.peak.total
         found.append(Choice(name, arguments, axes, predicted, taken, cluster.device.memory))
@@ -244,7 +244,11 @@ def _cluster(options: argparse.Namespace, ranks: int) -> Cluster:
         per_host, between = options.per_host or found.per_host, float(options.network or found.between)
         if options.sites is None:
             return Cluster(device, per_host, found.inside, between)
-        sites, rate, latency = int(options.sites[0]), parse_memory(options.sites[1]), float(options.sites[2])
+        try:
+            sites, rate, latency = int(options.sites[0]), parse_memory(options.sites[1]), float(options.sites[2])
+        except ValueError as error:
+            expected = "a number, bytes per second and seconds, as in 2 12.5GB 0.02"
+            raise ValueError(f"--sites: expected {expected}; got {' '.join(options.sites)}.") from error
         if sites < 2 or ranks % (sites * per_host):
             raise ValueError(f"--sites {sites}: expected at least 2, with the same number of hosts; got {ranks} GPUs.")
         return Cluster(device, per_host, found.inside, between, ranks // sites, (float(rate), latency))
