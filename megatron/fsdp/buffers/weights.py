@@ -209,8 +209,8 @@ class WeightBuffer:
         if dtype == self.compute.flat.dtype:
             self.compute.allocate()
             absent = [view for view, tensor in zip(views, tensors, strict=True) if tensor is None]
-            if zeros := gap_views(self.compute.flat, self.layout) + absent:
-                torch._foreach_zero_(zeros)
+            for zeros in gap_views(self.compute.flat, self.layout) + absent:
+                zeros.zero_()  # on CUDA, _foreach_zero_ has no codes
         else:
             self._loaded = torch.zeros(self.layout.numel, dtype=dtype, device=self.compute.flat.device)
             views = [slot_view(self._loaded, self.layout, index) for index in range(len(tensors))]
