@@ -297,7 +297,11 @@ LIMITS: tuple[Limit, ...] = (
         "Set ckpt_format (--ckpt-format) to fsdp_dtensor. It also loads torch_dist.",
         condition=lambda s: s["ckpt_format"] in ("torch", "torch_dcp"),
     ),
-    Limit("fake_process_group", "Its collectives move nothing, and shards would have no values."),
+    Limit(
+        "fake_process_group",
+        "Its collectives move nothing, and shards would have no values.",
+        condition=lambda s: s["fake_process_group"] is True,  # dry runs give a different value
+    ),
     Limit("use_torch_fsdp2", "It is PyTorch's FSDP, in place of this one."),
     Limit(
         "ckpt_convert_format",

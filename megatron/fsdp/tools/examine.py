@@ -275,7 +275,7 @@ def _validate(
         _require_formats(args, examination.capacity)
     if examination.capacity is not None and cpu.is_enabled():
         _validate_as_on_gpu(validate_args, copy.deepcopy(args), *rest, **kwargs)
-    args.fake_process_group = True
+    args.fake_process_group = 1  # a dry run: True is refused
     result = validate_args(args, *rest, **kwargs)
     args.init_model_with_meta_device = True
     args.perform_initialization = False  # only shapes are read

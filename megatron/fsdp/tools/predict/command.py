@@ -229,7 +229,7 @@ class _Run:
     def _validate(self, validate: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -> Any:
         self._fused = has_fused_attention(args)
         keep_to_itself(args)
-        args.fake_process_group = True
+        args.fake_process_group = 1  # a dry run: True is refused
         args.init_model_with_meta_device = args.perform_initialization = False
         args.save = args.load = args.tensorboard_dir = args.rampup_batch_size = None
         args.exit_signal_handler = args.nccl_ub = args.manual_gc = False
