@@ -33,7 +33,7 @@ BUDGETS = {
     "megatron/fsdp/helpers": 395,
     "megatron/fsdp/init": 453,
     "megatron/fsdp/integrations": 561,
-    "megatron/fsdp/mcore": 2_632,
+    "megatron/fsdp/mcore": 2_645,
     "megatron/fsdp/mcore/cpu": 665,
     "megatron/fsdp/naming": 248,
     "megatron/fsdp/optim": 1_086,
@@ -43,9 +43,9 @@ BUDGETS = {
     "megatron/fsdp/sharding": 697,
     "megatron/fsdp/state": 742,
     "megatron/fsdp/tools": 3_167,
-    "megatron/fsdp/tools/predict": 1_947,
+    "megatron/fsdp/tools/predict": 1_954,
     "megatron_fsdp": 149,
-    "tests": 42_374,
+    "tests": 42_390,
 }
 
 # Phrases, as regular expressions, and the word that people of this field search for. A line may end at a space.
