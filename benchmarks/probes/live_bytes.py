@@ -6,7 +6,6 @@ memory and buffers of communication.
 """
 
 import gc
-import statistics
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -51,7 +50,7 @@ def measure(model: str, zero: int, outer: int) -> dict[str, float]:
         peaks.append(heap.peak)
     gc.collect()
     categories = _by_category(kind, sharded, optimizer, data, heap)
-    found |= {"resting": heap.tensors, "peak": statistics.median(peaks[WARM_UP:]), "most": max(peaks[WARM_UP:])}
+    found |= {"resting": heap.tensors, "most": max(peaks[WARM_UP:])}
     found |= {"overhead": heap.whole - heap.tensors - others, "resident": psutil.Process().memory_info().rss}
     del sharded, optimizer
     gc.collect()

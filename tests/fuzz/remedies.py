@@ -122,11 +122,11 @@ tied weights of other units: runtime/builder.py units=nested tied=blocks only=ca
 -            user.is_open = True
 +            pass
 codes are sent as bytes: comm/collectives.py extra=codes
--return tensor if tensor.is_floating_point() and tensor.itemsize > 1 else
+-return tensor if can_be_trained(tensor.dtype) else
 +return tensor if True else
 codes are no values to update: helpers/codes.py extra=codes
--return not parameter.requires_grad and (
-+return False and (
+-return of_codes(parameter) or not (values or
++return of_codes(parameter) or not (True or
 penalties of frozen units: runtime/graph.py
 -            _mark_gradients(gradients or (), passed)
 +            pass

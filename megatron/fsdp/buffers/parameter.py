@@ -45,7 +45,7 @@ def check_class(name: str, parameter: nn.Parameter) -> None:
         NotImplementedError: The class or its layout is not supported; the message names parameter and class.
         ValueError: The parameter is lazy and has no shape yet.
     """
-    if storage_of(parameter) is not None or (of_codes(parameter) and holds_codes(parameter)):
+    if storage_of(parameter) is not None or of_codes(parameter):
         return
     value: torch.Tensor = local_shard(parameter) if isinstance(parameter, DTensor) else parameter
     cls = type(value)

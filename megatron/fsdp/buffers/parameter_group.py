@@ -122,8 +122,9 @@ class ParameterGroup:
             self.initialized = False
             return
 
-        for owner in (owner for param in params for owner, _ in param.sites if param.key.codes):
-            keep_codes(owner)
+        if params[0].key.codes:
+            for owner in (owner for param in params for owner, _ in param.sites):
+                keep_codes(owner)
 
         def value(param: ShardedParameter) -> torch.Tensor:
             return param.local_value if storage is None else storage.initial(param.compute)

@@ -22,7 +22,7 @@ from megatron.fsdp.checkpoint.lazy import LazyTensor, Region, of
 from megatron.fsdp.checkpoint.matching import Aliases, Reaction, Strictness, match, report, unexpected_keys
 from megatron.fsdp.checkpoint.reader import CheckpointReader, open_checkpoint
 from megatron.fsdp.checkpoint.storage import as_path
-from megatron.fsdp.helpers.codes import check_values
+from megatron.fsdp.helpers.codes import can_be_trained, check_values
 
 logger = logging.getLogger(__name__)
 
@@ -271,7 +271,7 @@ def _fitting(key: str, stored: LazyTensor, wanted: torch.dtype) -> LazyTensor:
     if stored.dtype == wanted or more < 0:
         return stored
     if not more and _kind(wanted) > 1:
-        return stored.within(wanted, key) if wanted.is_floating_point and wanted.itemsize > 1 else stored
+        return stored.within(wanted, key) if can_be_trained(wanted) else stored
 
     def read(region: Region) -> torch.Tensor:
         found = stored.read(region)

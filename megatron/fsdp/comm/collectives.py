@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megatron.fsdp.comm import gloo
 from megatron.fsdp.comm.backends import backend_of
+from megatron.fsdp.helpers.codes import can_be_trained
 
 ReduceOp = dist.ReduceOp.RedOpType
 AllGather = Callable[[torch.Tensor, torch.Tensor, dist.ProcessGroup], Any]
@@ -109,12 +110,12 @@ def collectives_of(group: dist.ProcessGroup, device: torch.device) -> Collective
 
 def as_sent(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor as it is sent: as bytes if not every backend sends its dtype."""
-    return tensor if tensor.is_floating_point() and tensor.itemsize > 1 else tensor.view(torch.uint8)
+    return tensor if can_be_trained(tensor.dtype) else tensor.view(torch.uint8)
 
 
 def broadcast(flat: torch.Tensor, source: int, group: dist.ProcessGroup) -> None:
-    """Overwrite ``flat`` with that of the rank whose number in the group is ``source``."""
-    flat = as_sent(flat)
+    """Overwrite ``flat`` with that of the rank whose number in the group is ``source``. It is contiguous."""
+    flat = as_sent(flat.view(-1))
     with gloo.ensure_released(group, flat):
         dist.broadcast(flat, group=group, group_src=source)
 

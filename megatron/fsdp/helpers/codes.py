@@ -9,23 +9,29 @@ from torch import nn
 _CLASSES = {("bitsandbytes.nn.modules", "Params4bit"): "bnb_quantized"}
 
 
+def can_be_trained(dtype: torch.dtype) -> bool:
+    """Whether a dtype is one of floating-point numbers of 16 bits or more, which every backend sends, too."""
+    return dtype.is_floating_point and dtype.itemsize > 1
+
+
 def of_codes(parameter: nn.Parameter) -> bool:
-    """Whether the class of a parameter says that its memory holds codes."""
+    """Whether a parameter is frozen, and its class says that its memory holds codes."""
     cls = type(parameter)
-    return bool(getattr(parameter, _CLASSES.get((cls.__module__, cls.__qualname__), ""), False))
+    found = getattr(parameter, _CLASSES.get((cls.__module__, cls.__qualname__), ""), False)
+    return bool(found) and not parameter.requires_grad
 
 
 def holds_codes(parameter: nn.Parameter) -> bool:
     """Whether a parameter may hold codes, which are sharded as they are: it is frozen, and has no values to update."""
-    dtype = parameter.dtype
-    values = dtype.is_complex or (dtype.is_floating_point and dtype.itemsize > 1)
-    return not parameter.requires_grad and (not values or of_codes(parameter))
+    values = parameter.is_complex() or can_be_trained(parameter.dtype)
+    return of_codes(parameter) or not (values or parameter.requires_grad)
 
 
 def scales_of(parameter: nn.Parameter) -> dict[str, Any]:
     """Scales that the class of codes shows by name: torch's state dicts look for it by the names in their keys."""
-    names = [name for name, each in vars(type(parameter)).items() if isinstance(each, property)]
-    return {name: getattr(parameter, name) for name in names if of_codes(parameter) and hasattr(parameter, name)}
+    shown = vars(type(parameter)).items() if of_codes(parameter) else ()
+    names = [name for name, each in shown if isinstance(each, property) and hasattr(parameter, name)]
+    return {name: getattr(parameter, name) for name in names}
 
 
 def keep_codes(module: nn.Module) -> None:
@@ -42,7 +48,7 @@ def check_values(name: str, dtype: torch.dtype, wanted: torch.dtype) -> None:
         dtype: Their dtype.
         wanted: Dtype of what they are to be copied to.
     """
-    if wanted.is_floating_point and wanted.itemsize > 1 and dtype.itemsize == 1:
+    if can_be_trained(wanted) and dtype.itemsize == 1:
         raise ValueError(
             f"{name}: expected values of {wanted} or another floating-point dtype of 16 bits or more; got {dtype}, "
             "which may be codes of a quantized weight, without the scales. Load dequantized values."

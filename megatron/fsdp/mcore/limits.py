@@ -294,7 +294,7 @@ LIMITS: tuple[Limit, ...] = (
     Limit(
         "ckpt_format torch or torch_dcp",
         "A run with FSDP saves fsdp_dtensor only.",
-        "Set ckpt_format (--ckpt-format) to fsdp_dtensor. It also loads torch_dist.",
+        "Set ckpt_format (--ckpt-format) to fsdp_dtensor.",
         condition=lambda s: s["ckpt_format"] in ("torch", "torch_dcp"),
     ),
     Limit(
@@ -321,7 +321,7 @@ LIMITS: tuple[Limit, ...] = (
     ),
     Limit(
         "use_sharp for the group dp, or with one optimizer instance",
-        "Megatron-Core 0.19 reads the group dp before it creates it, and dp_replica needs several.",
+        "Megatron-Core 0.19 reads the group dp before it creates it.",
         "Set sharp_enabled_group (--sharp-enabled-group) to dp_replica, with several optimizer instances.",
         condition=_lacks_group_of_sharp,
     ),

@@ -277,10 +277,9 @@ def give_from_first(module: nn.Module, index: MeshIndex, stream: Stream, wanted:
 
 def receive(tensor: torch.Tensor, stream: Stream, group: dist.ProcessGroup) -> None:
     """Overwrite a tensor with that of the first rank of a group. A collective."""
-    # As bytes: not every backend sends every dtype.
-    sent = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    sent = tensor.detach().contiguous()
     stream.run(functools.partial(broadcast, sent, 0, stream.group(group))).wait()
-    tensor.detach().copy_(sent.view(tensor.dtype).view(tensor.shape))
+    tensor.detach().copy_(sent)
 
 
 # Number of comparisons with the same ranks, by world process group. It makes the keys of every comparison unique.

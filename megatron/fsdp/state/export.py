@@ -23,6 +23,7 @@ from megatron.fsdp.checkpoint.coordination import agreed
 from megatron.fsdp.checkpoint.lazy import of
 from megatron.fsdp.comm.backends import HOST
 from megatron.fsdp.dtensor.gathering import gather_full
+from megatron.fsdp.helpers.codes import can_be_trained
 from megatron.fsdp.helpers.weak import weak_method
 from megatron.fsdp.runtime.engine import Engine, engines_of
 from megatron.fsdp.state.loading import require_all_experts, unsharded_state
@@ -118,7 +119,7 @@ class _Files:
             self._write(save)
         self._held[name] = tensor
         self._total += tensor.nbytes
-        if tensor.is_floating_point() and tensor.itemsize > 1:
+        if can_be_trained(tensor.dtype):
             self._dtype = torch.promote_types(self._dtype or tensor.dtype, tensor.dtype)
 
     def _write(self, save: Callable[..., None]) -> None:
