@@ -45,7 +45,7 @@ BUDGETS = {
     "megatron/fsdp/tools": 3_167,
     "megatron/fsdp/tools/predict": 1_954,
     "megatron_fsdp": 149,
-    "tests": 42_390,
+    "tests": 42_391,
 }
 
 # Phrases, as regular expressions, and the word that people of this field search for. A line may end at a space.

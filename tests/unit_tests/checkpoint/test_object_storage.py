@@ -72,6 +72,7 @@ def test_saved_replaced_and_loaded(folder: str) -> None:
     names = sorted(path.name for path in as_path(f"{folder}/iter_0000003").iterdir())
     assert len(names) == 3 and names[::2] == [METADATA, "checksums.json"]
     assert newest_complete(as_path(folder), 7) == 3
+    assert as_path(folder.replace("s3:", "S3:")) == as_path(folder)
     newest = newest_complete_checkpoint(folder)
     assert newest is not None and _loaded(str(newest)) == 2.0
     assert newest_complete(as_path(Path(folder)), 2) is None  # a Path of the address has one slash
