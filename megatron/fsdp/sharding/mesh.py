@@ -126,6 +126,7 @@ class MeshIndex:
         for argument, name in given.items():
             if name is not None:
                 submesh(device_mesh, (name,), argument)
+        self._submeshes: dict[tuple[bool, tuple[str, ...]], DeviceMesh] = {}
         self.device_mesh = device_mesh
         self.expt_device_mesh = expt_device_mesh
         self.dp_shard_dim = dp_shard_dim
@@ -213,8 +214,8 @@ class MeshIndex:
                 f"Parameter {name} is a DTensor over {tp_mesh}: expected the tensor-parallel axis of device_mesh, "
                 f"named by tp_dim; got tp_dim={self.tp_dim!r}."
             )
-        whole = self.expt_device_mesh if expert and self.expt_device_mesh is not None else self.device_mesh
-        return submesh(whole, (*(mesh.mesh_dim_names or ()), self.tp_dim))
+        names = (*(mesh.mesh_dim_names or ()), self.tp_dim)
+        return self.get_submesh(names, expert and self.expt_device_mesh is not None)
 
     def spare_axes(self) -> dict[str, dist.ProcessGroup]:
         """Axes of the mesh with several ranks that no argument names, and the group of this rank along each of them."""
@@ -245,7 +246,11 @@ class MeshIndex:
         mesh = self.expt_device_mesh if is_expert_parallel else self.device_mesh
         if mesh is None:
             raise ValueError("get_submesh(is_expert_parallel=True): there is no expt_device_mesh.")
-        return submesh(mesh, (mesh_dim_names,) if isinstance(mesh_dim_names, str) else tuple(mesh_dim_names))
+        names = (mesh_dim_names,) if isinstance(mesh_dim_names, str) else tuple(mesh_dim_names)
+        found = self._submeshes.get((is_expert_parallel, names))
+        if found is None:  # each parameter asks, and torch makes a new one each time, which takes long with many ranks
+            found = self._submeshes[is_expert_parallel, names] = submesh(mesh, names)
+        return found
 
 
 def submesh(mesh: DeviceMesh, names: tuple[str, ...], argument: str = "") -> DeviceMesh:
