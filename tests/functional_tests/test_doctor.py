@@ -4,15 +4,19 @@ import json
 import os
 import re
 import subprocess
+import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron.fsdp.tools.fit import with_overhead
+from tests import replay_cases
 from tests.doctor_cases import Result
 from tests.doctor_cases import run as run_doctor
-from tests.launch import ROOT, printed, python, start
+from tests.launch import ROOT, printed, python, start, tree_of
 from tests.slow import all_but_slow
 
 SCRIPTS = sorted(path for path in (ROOT / "examples" / "megatron_fsdp").iterdir() if path.suffix in (".sh", ".sbatch"))
@@ -124,6 +128,53 @@ def test_a_step_with_grouped_experts() -> None:
     )
     assert grouped["seconds"] < alone["seconds"]
     assert grouped["peak"]["activations"] == pytest.approx(alone["peak"]["activations"], rel=0.05)
+
+
+@pytest.fixture(scope="module")
+def replayed() -> dict[str, Any]:
+    """Steps of ``replay_cases``: with layers that run, with layers that are recorded, and with repeated ones."""
+    return json.loads(printed(python("-m", "tests.replay_cases")))
+
+
+@pytest.mark.parametrize("name", replay_cases.CASES)
+def test_repeated_layers_do_what_layers_do(replayed: dict[str, Any], name: str) -> None:
+    run, *others, number = replayed[name]
+    assert number > 10
+    for found in others:
+        assert found["seconds"] == pytest.approx(run["seconds"], rel=1e-9)
+        assert found["waits"] == pytest.approx(run["waits"], abs=1e-7)
+        # With experts and full recomputation, the last layer's graph is freed earlier than Megatron's.
+        assert sum(found["peak"].values()) == pytest.approx(
+            sum(run["peak"].values()), rel=0.01 if "full" in name else 1e-4
+        )
+
+
+def _running(processes: list[int], name: str) -> list[int]:
+    """Those processes that run, and have a word in their command lines."""
+    found = []
+    for process in processes:
+        with suppress(OSError):
+            found += [process] if name in Path(f"/proc/{process}/cmdline").read_text() else []
+    return found
+
+
+def test_the_processes_of_a_search_end_with_it(tmp_path: Path) -> None:
+    """Also if it is killed."""
+    code = (
+        "import time; from pathlib import Path; from megatron.fsdp.tools.predict import search; "
+        "from megatron.fsdp.tools.predict.machine import cluster_of; "
+        f"search.Search(Path({SCRIPT!r}), {WORDS[1:]!r}, 8, cluster_of('h100'), 'memory', 99, print).run()"
+    )
+    (tmp_path / "searching.py").write_text(f"if __name__ == '__main__':\n    {code}\n")
+    parent = subprocess.Popen([sys.executable, tmp_path / "searching.py"], cwd=ROOT)
+    ends = time.monotonic() + 120
+    while len(begun := _running(tree_of(parent.pid), "spawn_main")) < 2 and time.monotonic() < ends:
+        time.sleep(0.2)
+    parent.kill()
+    parent.wait()
+    while (left := _running(begun, "spawn_main")) and time.monotonic() < ends:
+        time.sleep(0.2)
+    assert len(begun) >= 2 and not left
 
 
 def test_a_search_from_a_command_line() -> None:

@@ -40,12 +40,12 @@ BUDGETS = {
     "megatron/fsdp/quantized": 299,
     "megatron/fsdp/quantized/reference": 389,
     "megatron/fsdp/runtime": 2_743,
-    "megatron/fsdp/sharding": 697,
+    "megatron/fsdp/sharding": 702,
     "megatron/fsdp/state": 743,
-    "megatron/fsdp/tools": 3_167,
-    "megatron/fsdp/tools/predict": 1_954,
+    "megatron/fsdp/tools": 3_176,
+    "megatron/fsdp/tools/predict": 2_374,
     "megatron_fsdp": 149,
-    "tests": 42_391,
+    "tests": 42_505,
 }
 
 # Phrases, as regular expressions, and the word that people of this field search for. A line may end at a space.

@@ -177,7 +177,11 @@ def test_a_search_finds_settings_that_help_only_together(monkeypatch: pytest.Mon
 
 def test_what_needs_more_than_a_line_that_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     words = "--num-layers 2 --micro-batch-size 4 --data-parallel-sharding-strategy optim_grads".split()
-    assert search.memory_order(words) == (("--num-layers 2",), [2, 0, -1])
+    assert search.memory_order(words) == (("--num-layers 2",), [2, 0, -1, 0, 0])
+    recomputed = [*words, *"--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()]
+    groups = [*recomputed, *"--num-distributed-optimizer-instances 4 --outer-dp-sharding-strategy no_shard".split()]
+    orders = [search.memory_order(each) for each in (recomputed, groups)]
+    assert orders == [(("--num-layers 2",), [2, -2, -1, 0, 0]), (("--num-layers 2",), [2, -2, -1, 0, 2])]
     sizes = ["--tensor-model-parallel-size 2 --num-layers 4", "--tensor-model-parallel-size 4 --num-layers 2"]
     assert len({search.memory_order(each.split())[0] for each in sizes}) == 2
     monkeypatch.setattr(search, "PROCESSES", 1)
@@ -186,6 +190,21 @@ def test_what_needs_more_than_a_line_that_does_not_fit_is_left_out(monkeypatch: 
     for (rest, places), (of_later, later) in itertools.combinations(too_large, 2):
         assert rest != of_later or any(b < a for a, b in zip(places, later, strict=True))
     assert len(too_large) > 1
+
+
+def test_the_largest_micro_batch_is_tried_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "PROCESSES", 1)
+    second = _search(monkeypatch, "--micro-batch-size 1 --fit 9").found[1].changes
+    assert second["--micro-batch-size"] == "8" and second["--recompute-granularity"] == "full"
+
+
+@pytest.mark.parametrize(("layers", "stages", "last"), [(61, 4, "13"), (61, 16, "1"), (60, 4, None), (61, 1, None)])
+def test_the_last_of_uneven_stages_has_fewer_layers(layers: int, stages: int, last: str | None) -> None:
+    change = {"--pipeline-model-parallel-size": str(stages) if stages > 1 else None}
+    words = ["--num-layers", str(layers)]
+    assert search.uneven(words, change) == {**change, "--decoder-last-pipeline-num-layers": last}
+    laid_out = [*words, "--pipeline-model-parallel-layout", "Et*61L"]
+    assert search.uneven(laid_out, change)["--decoder-last-pipeline-num-layers"] is None
 
 
 def test_what_is_too_slow_even_without_waits_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ data. One process without a GPU is enough for any number of ranks.
 import argparse
 import copy
 import importlib
+import inspect
 import os
 import re
 import traceback
@@ -172,6 +173,8 @@ def dry_run(
         # Nothing is initialized, so nothing needs to be recorded for it.
         replace(initialization, "record", lambda record, build, _: build())
         replace(dist, "new_group", _own_group)
+        replace(groups, "create_group", _own_group)
+        replace(inspect, "getsource", _source)
         replace(groups, "generate_masked_orthogonal_rank_groups", _rank_groups)
         replace(blocks, "build_module", first_layers(most))
         try:
@@ -214,6 +217,12 @@ def _own_group(new_group: Callable[..., Any], ranks: Any = None, *args: Any, **k
 def _rank_groups(generate: Callable[..., Any], world_size: int, sizes: list[int], mask: list[bool]) -> list[list[int]]:
     """All groups of ranks along some axes. Most runs of the script ask for the same ones."""
     return [[*group] for group in _generated(generate, world_size, tuple(sizes), tuple(mask))]
+
+
+@cache
+def _source(getsource: Callable[..., str], of: Any) -> str:
+    """Source code, of which Megatron's parser reads the same in every run."""
+    return getsource(of)
 
 
 @cache

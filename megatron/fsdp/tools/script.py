@@ -5,7 +5,7 @@ import itertools
 import re
 import runpy
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -147,6 +147,12 @@ def edited(arguments: Sequence[str], changes: Change) -> tuple[list[str], Change
     for flag, value in changes.items():
         found += [flag, *value.split()] if value is not None else []
     return found, before
+
+
+def options_without(arguments: Sequence[str], flags: Iterable[str]) -> tuple[str, ...]:
+    """The options of a command line without some flags, each with its values, sorted."""
+    rest, _ = edited(arguments, dict.fromkeys(flags))
+    return tuple(sorted(re.split(" (?=--?[A-Za-z])", " ".join(rest))))
 
 
 def prepare_megatron() -> None:

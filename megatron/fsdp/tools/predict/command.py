@@ -22,6 +22,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import adam
 
 from megatron.fsdp.tools.examine import become_rank, described, dry_run, has_fused_attention, keep_to_itself
 from megatron.fsdp.tools.fit import Situation, verdict
@@ -30,13 +31,23 @@ from megatron.fsdp.tools.predict.ghosts import Cost
 from megatron.fsdp.tools.predict.machine import Cluster
 from megatron.fsdp.tools.predict.play import Simulation, in_program_order
 from megatron.fsdp.tools.predict.record import LabelledMemory, Mark, Recorder
+from megatron.fsdp.tools.predict.replay import Replays
 from megatron.fsdp.tools.report import Report
-from megatron.fsdp.tools.script import Change, CommandStep, edited, recomputation, run
+from megatron.fsdp.tools.script import Change, CommandStep, edited, options_without, recomputation, run
 from megatron.fsdp.tools.trace.recorder import StepRecorder
 from megatron.fsdp.tools.trace.spans import Row, Span
 
 # Layers of each kind that a run keeps: more than are unsharded at the same time.
 KEPT = 4
+# What layers do, by the command line's other flags. These change what is around them.
+KNOWN: dict[Any, Any] = {}
+OF_SHARDING = (
+    "--data-parallel-sharding-strategy",
+    "--num-distributed-optimizer-instances",
+    "--outer-dp-sharding-strategy",
+    "--pipeline-model-parallel-size",
+    "--decoder-last-pipeline-num-layers",
+)
 # Kinds of communication, as the report calls them.
 WAITS = {"gather": "unshard", "reduction": "reduce"}
 
@@ -200,6 +211,8 @@ class _Run:
     def go(self, script: Path, arguments: Sequence[str], world_size: int, rank: int) -> None:
         """Run the script up to the end of a few steps."""
         become_rank(rank, world_size)
+        setting = str(self._cluster.device), world_size, *options_without(arguments, OF_SHARDING)
+        self._replays = Replays(self._recorder, self._cluster.device.seconds, KNOWN, setting)
         validation: Any = importlib.import_module("megatron.training.arguments")
         training: Any = importlib.import_module("megatron.training.training")
         schedules: Any = importlib.import_module("megatron.core.pipeline_parallel.schedules")
@@ -214,13 +227,16 @@ class _Run:
             replace(schedules, "backward_step", self._backward)
             replace(dist, "all_gather_object", _gather_as_neighbours)
             replace(attention, "forward", self._attend)
+            replace(experts, "__init__", self._build_experts)
             replace(experts, "forward", self._compute_experts)
+            replace(adam, "adam", _fused)
             try:
                 run(script, arguments)
             except _Ended:
                 pass
             else:
                 raise RuntimeError("The script ended without training.")
+            self._replays.finish()
             active.close()
         self._play()
 
@@ -272,6 +288,7 @@ class _Run:
                 super().__init__(config, ddp_config, module, *rest, **kwargs)
                 this._engines.append(self.module.engine)
                 this._labels.append(LabelledMemory(this._recorder, self.module.module, self.module.engine))
+                this._replays.attach(self.module.module, self.module.engine)
 
         return Wrapper
 
@@ -322,6 +339,7 @@ class _Run:
         if number > 0:  # one round of the pipeline more shows what a micro-batch adds
             self._take_micro_batches(self._few + (number - 1) * self._round)
         steps = [StepRecorder(engine, Clock(recorder)) for engine in self._engines] if number > 0 else []
+        recordings = self._replays.recordings
         begin = recorder.mark("forward")
         for each in steps:
             each.start()
@@ -331,7 +349,8 @@ class _Run:
         for each in getattr(optimizer, "chained_optimizers", [optimizer]):
             for labels in self._labels:
                 labels.label(each.optimizer)
-        self._marks.append((begin, recorder.mark(""), steps))
+        if recordings == self._replays.recordings:  # else the next one repeats them
+            self._marks.append((begin, recorder.mark(""), steps))
         if len(self._marks) == (3 if self._micro_batches > self._few else 2):
             raise _Ended
         return result
@@ -361,26 +380,36 @@ class _Run:
             return _Attention.apply(self._recorder.entries, *args[:3])  # query, key and value
         return attend(module, *args, **kwargs)
 
+    def _build_experts(self, build: Callable[..., Any], module: Any, number: int, *rest: Any, **kwargs: Any) -> None:
+        """One expert with the weights of all, one below the other: grouped matmuls compute them together."""
+        build(module, 1 if self._grouped else number, *rest, **kwargs)
+        if not self._grouped or number == 1:
+            return
+        first = module.local_experts[0]
+        if first.linear_fc1.bias is not None or module.tp_group.size() > 1:
+            return build(module, number, *rest, **kwargs)
+        module.num_local_experts = number
+        for layer in (first.linear_fc1, first.linear_fc2):
+            one = layer.weight
+            layer.weight = nn.Parameter(one.new_empty(number * len(one), *one.shape[1:]))
+            layer.weight.__dict__.update(one.__dict__)
+
     def _compute_experts(
         self, compute: Callable[..., Any], module: Any, tokens: torch.Tensor, counts: torch.Tensor, probs: torch.Tensor
     ) -> Any:
         """Experts by one grouped matmul for each of their two layers, as with Transformer Engine."""
-        first, count = module.local_experts[0], len(module.local_experts)
-        plain = first.linear_fc1.bias is None and module.tp_group.size() == 1
-        if not (self._grouped and plain and count > 1):
+        experts, number = module.local_experts, module.num_local_experts
+        if len(experts) == number:
             return compute(module, tokens, counts, probs)
 
-        def grouped(layers: list[Any]) -> Any:
-            weights = [layer.weight for layer in layers]
-
+        def grouped(layer: Any) -> Any:
             def forward(x: torch.Tensor, *unused: Any) -> tuple[torch.Tensor, None]:
-                return _Grouped.apply(self._recorder.entries, x, *weights), None
+                return _Grouped.apply(self._recorder.entries, number, x, layer.weight), None
 
-            return mock.patch.object(layers[0], "forward", forward)
+            return mock.patch.object(layer, "forward", forward)
 
-        experts = module.local_experts
-        with grouped([each.linear_fc1 for each in experts]), grouped([each.linear_fc2 for each in experts]):
-            return first(tokens, probs)
+        with grouped(experts[0].linear_fc1), grouped(experts[0].linear_fc2):
+            return experts[0](tokens, probs)
 
     # The result ---------------------------------------------------------------------------------------------------
 
@@ -453,23 +482,29 @@ class _Attention(torch.autograd.Function):
 class _Grouped(torch.autograd.Function):
     """A linear layer per expert, as far as memory and floating-point operations go.
 
-    The experts' tokens are [all tokens, channels], and their weights [results, channels].
+    The experts' tokens are [all tokens, channels], and their weights [experts * results, channels].
     """
 
     @staticmethod
-    def forward(ctx: Any, entries: list[Any], tokens: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
-        result = tokens.new_empty(len(tokens), len(weights[0]))
-        ctx.save_for_backward(tokens, *weights)
-        ctx.entries, ctx.flops = entries, 2 * tokens.numel() * len(weights[0])
-        entries.append(_cost(ctx.flops, tokens, result, *weights, kind="matmul"))
+    def forward(ctx: Any, entries: list[Any], number: int, tokens: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        result = tokens.new_empty(len(tokens), len(weights) // number)
+        ctx.save_for_backward(tokens, weights)
+        ctx.entries, ctx.flops = entries, 2 * tokens.numel() * result.shape[1]
+        entries.append(_cost(ctx.flops, tokens, result, weights, kind="matmul"))
         return result
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        made = [torch.empty_like(tensor) for tensor in ctx.saved_tensors]
-        for read, written in ((ctx.saved_tensors[1:], made[:1]), (ctx.saved_tensors[:1], made[1:])):
-            ctx.entries.append(_cost(ctx.flops, gradients[0], *read, *written, kind="matmul"))
-        return None, *made
+        tokens, weights = ctx.saved_tensors
+        made = [torch.empty_like(tensor) for tensor in (tokens, weights)]
+        for read, written in zip((weights, tokens), made, strict=True):
+            ctx.entries.append(_cost(ctx.flops, gradients[0], read, written, kind="matmul"))
+        return None, None, *made
+
+
+def _fused(update: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Adam in one kernel, as on a GPU."""
+    update(*args, **{**kwargs, "foreach": False, "fused": True})
 
 
 def _cost(flops: int, *tensors: torch.Tensor, kind: str = "attention") -> Cost:

@@ -72,6 +72,10 @@ MOST_COMPUTED = 1 << 26
 SMALL, SMALL_INTEGERS = 1 << 12, 1 << 22
 
 
+# Shapes and cost, by operator and arguments.
+_KNOWN: dict[Any, Any] = {}
+
+
 class Memory:
     """One storage: its bytes, and what they are for."""
 
@@ -106,7 +110,6 @@ class Ghosts(TorchDispatchMode):
         super().__init__()
         self._on_operator, self._on_collective, self._on_memory = on_operator, on_collective, on_memory
         self._memory: dict[int, Memory] = {}
-        self._known: dict[Any, Any] = {}  # shapes and cost, by operator and arguments
         self._last_sorted: dict[Any, Any] = {}  # values and results
         self._dead: list[Memory] = []
         self.category = "temporary"
@@ -159,6 +162,11 @@ class Ghosts(TorchDispatchMode):
             own_resize(storage, size)
             ghosts._set(ghosts.memory_of(storage), storage.nbytes())
 
+        def copy_(storage: torch.UntypedStorage, source: torch.UntypedStorage) -> torch.UntypedStorage:
+            # Recomputed values take the place of freed ones. On a GPU, Megatron makes them share their memory.
+            resize_(source, 0)
+            return storage
+
         def _swap_data_ptr_(storage: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
             swap(storage, other)  # type: ignore[misc]
             first, second = ghosts.memory_of(storage), ghosts.memory_of(other)
@@ -168,7 +176,11 @@ class Ghosts(TorchDispatchMode):
             ghosts._on_memory(first, change)
             ghosts._on_memory(second, -change)
 
-        given: dict[str, Any] = {"resize_": resize_, **({"_swap_data_ptr_": _swap_data_ptr_} if swap else {})}
+        given: dict[str, Any] = {
+            "resize_": resize_,
+            "copy_": copy_,
+            **({"_swap_data_ptr_": _swap_data_ptr_} if swap else {}),
+        }
         with mock.patch.multiple(torch.UntypedStorage, **given):
             yield
 
@@ -210,7 +222,7 @@ class Ghosts(TorchDispatchMode):
         graph = packet in _RECURRENT and torch.is_grad_enabled()
         key: Any = (func, graph, _key(args), *kwargs, _key(kwargs.values()))
         try:
-            shapes, cost, inside = self._known.get(key, (None, None, 0))
+            shapes, cost, inside = _KNOWN.get(key, (None, None, 0))
         except TypeError:
             key, shapes, cost, inside = None, None, None, 0
         written = _written(func)
@@ -226,7 +238,7 @@ class Ghosts(TorchDispatchMode):
         if cost is None:
             cost = _cost(packet, args, kwargs, given, result)
             if key is not None and given and packet is not aten.masked_select:
-                self._known[key] = shapes, cost, inside
+                _KNOWN[key] = shapes, cost, inside
         if inside:
             memory = Memory("temporary", self.operators)
             self._set(memory, inside)

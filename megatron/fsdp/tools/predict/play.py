@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from megatron.fsdp.tools.predict.ghosts import Cost, Memory
 from megatron.fsdp.tools.predict.machine import Device, Link
-from megatron.fsdp.tools.predict.record import Change, Mark, Message, Wait, Work
+from megatron.fsdp.tools.predict.record import Busy, Change, Mark, Message, Wait, Work
 
 LinkOf = Callable[[Message], Link]
 # How often each byte of the full buffer is sent, before the factor (N - 1) / N.
@@ -120,6 +120,8 @@ class Simulation:
             self._free(id(entry.work))
         elif isinstance(entry, Cost):
             executor.activity = _Activity(self._device.seconds(entry), {"cores": 1.0})
+        elif isinstance(entry, Busy):
+            executor.activity = _Activity(entry.seconds, {"cores": 1.0})
         elif isinstance(entry, Mark):
             entry.seconds = self.now
             self._label = self._label if entry.label is None else entry.label

@@ -52,6 +52,12 @@ class Message(NamedTuple):
     meanwhile: tuple[Cost, ...] = ()
 
 
+class Busy(NamedTuple):
+    """Operators that were summed up: seconds of the device."""
+
+    seconds: float
+
+
 @dataclass(eq=False)
 class Mark:
     """A place of which the time is asked for.

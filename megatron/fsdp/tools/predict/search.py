@@ -14,12 +14,14 @@ import itertools
 import math
 import multiprocessing
 import os
-import re
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
 
@@ -32,6 +34,7 @@ from megatron.fsdp.tools.script import (
     CommandStep,
     edited,
     memory_columns,
+    options_without,
     prepare_megatron,
     recomputation,
 )
@@ -39,7 +42,9 @@ from megatron.fsdp.tools.script import (
 # Layouts alone that are this much above the device's size are too large, without a prediction: their sum is a bound.
 MARGIN = 1.1
 SHOWN = 10  # of the candidates
-PROCESSES = min(os.cpu_count() or 1, 8)  # each takes about 2 GB
+PROCESSES = min(os.cpu_count() or 1, 16)  # each takes about 1 GB
+# glibc's malloc: large blocks are given back when they are freed. Without, heaps grow to several GB.
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_MMAP_MAX_": "1000000"}
 
 
 def _sizes(flag: str, sizes: Iterable[int], with_flag: str = "") -> list[Change]:
@@ -48,7 +53,13 @@ def _sizes(flag: str, sizes: Iterable[int], with_flag: str = "") -> list[Change]
     return [{flag: str(n) if n > 1 else None, **dict.fromkeys(more, "" if n > 1 else None)} for n in sizes]
 
 
-# In the order in which they are tried.
+def _instances(outer: str) -> list[Change]:
+    """Numbers of groups of ranks, in each of which weights are sharded."""
+    names = "--num-distributed-optimizer-instances", "--outer-dp-sharding-strategy"
+    return [dict(zip(names, (str(n), outer), strict=True)) for n in (2, 4, 8, 16, 32)]
+
+
+# In the order in which they are tried: first, what communication depends on.
 SETTINGS: dict[str, list[Change]] = {
     "recomputation": [
         recomputation(None),
@@ -56,32 +67,29 @@ SETTINGS: dict[str, list[Change]] = {
         recomputation("full", method="uniform", num_layers="1"),
     ],
     "micro-batch": [{"--micro-batch-size": str(n)} for n in (1, 2, 4, 8)],
-    "tensor parallelism": _sizes("--tensor-model-parallel-size", (1, 2, 4, 8), "--sequence-parallel"),
     "expert parallelism": _sizes("--expert-model-parallel-size", (1, 2, 4, 8, 16, 32, 64)),
-    "pipeline": _sizes("--pipeline-model-parallel-size", (1, 2, 4, 8, 16)),
     "strategy": [
         {"--data-parallel-sharding-strategy": name} for name in ("optim", "optim_grads", "optim_grads_params")
     ],
-    "HSDP": [
-        {"--num-distributed-optimizer-instances": str(n) if n else None, "--outer-dp-sharding-strategy": outer}
-        for n, outer in ((None, None), *itertools.product((2, 4, 8, 16, 32), ("no_shard", "optim")))
-    ],
+    "hybrid FSDP": _instances("optim"),
+    "HSDP": [dict.fromkeys(_instances("no_shard")[0]), *_instances("no_shard")],
+    "tensor parallelism": _sizes("--tensor-model-parallel-size", (1, 2, 4, 8), "--sequence-parallel"),
+    "pipeline": _sizes("--pipeline-model-parallel-size", (1, 2, 4, 8, 16)),
     "context parallelism": _sizes("--context-parallel-size", (1, 2, 4, 8)),
 }
 
 
 # Settings of which a later value needs more memory (1) or less (-1), if nothing else changes.
-MEMORY_GROWS = {"micro-batch": 1, "recomputation": -1, "strategy": -1}
+MEMORY_GROWS = {"micro-batch": 1, "recomputation": -1, "strategy": -1, "hybrid FSDP": 1, "HSDP": 1}
 
 
 # Settings that change communication only, and memory.
-SHARDING = "strategy", "HSDP"
+SHARDING = "strategy", "hybrid FSDP", "HSDP"
 
 
 def without(arguments: Sequence[str], names: Iterable[str]) -> tuple[str, ...]:
     """The options of a command line without some settings, sorted."""
-    rest, _ = edited(arguments, {flag: None for name in names for value in SETTINGS[name] for flag in value})
-    return tuple(sorted(re.split(" (?=--?[A-Za-z])", " ".join(rest))))
+    return options_without(arguments, [flag for name in names for value in SETTINGS[name] for flag in value])
 
 
 def memory_order(arguments: Sequence[str]) -> tuple[tuple[str, ...], list[int]]:
@@ -134,7 +142,7 @@ class Candidate:
 def with_changes(arguments: Sequence[str], changes: Change) -> tuple[tuple[str, ...], Change]:
     """A command line with other values of some flags, and those of them that differ from before."""
     found, before = edited(arguments, changes)
-    ones = {flag for flag, value in before.items() if value == "1" and flag != "--micro-batch-size"}
+    ones = {flag for flag, value in before.items() if value == "1" and flag.endswith(("-parallel-size", "-instances"))}
     differ = {flag: value for flag, value in changes.items() if value != (None if flag in ones else before[flag])}
     return (tuple(found), differ) if differ else (tuple(arguments), {})
 
@@ -162,8 +170,22 @@ def evaluate(script: Path, world_size: int, cluster: Cluster, candidate: Candida
     return dataclasses.replace(known, step=found.step, memory=found.situation.total)
 
 
+def uneven(arguments: Sequence[str], change: Change) -> Change:
+    """A number of pipeline stages, with fewer layers in the last one if the layers cannot be divided evenly."""
+    _, given = edited(arguments, {"--num-layers": None, "--pipeline-model-parallel-layout": None})
+    layers, stages = int(given["--num-layers"] or 0), int(change["--pipeline-model-parallel-size"] or 1)
+    last = None
+    if layers % stages and given["--pipeline-model-parallel-layout"] is None:
+        last = next((str(n) for n in range(layers // stages, 0, -1) if (layers - n) % (stages - 1) == 0), None)
+    return change | {"--decoder-last-pipeline-num-layers": last}
+
+
 def _start() -> None:
-    """Prepare a process for candidates: silent, one thread, and not ended by Ctrl-C."""
+    """Prepare a process for candidates: silent, one thread, not ended by Ctrl-C, but with the process that began it."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "the pool has begun it"
+    # A candidate replaces os._exit.
+    threading.Thread(target=_end_after, args=(parent, os._exit), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     silence = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silence, 1)
@@ -171,6 +193,11 @@ def _start() -> None:
     torch.set_num_threads(1)
     gc.set_threshold(20_000)  # recorded steps are many objects that live
     prepare_megatron()
+
+
+def _end_after(parent: Any, end: Callable[[int], Any]) -> None:
+    parent.join()
+    end(1)
 
 
 class Search:
@@ -212,28 +239,39 @@ class Search:
         context = multiprocessing.get_context("spawn")
         pool = concurrent.futures.ProcessPoolExecutor(PROCESSES, context, _start)
         try:
-            best: Change = {}
-            self._try(pool, [best])
-            for changes in self._neighbours():
-                self._try(pool, [best | change for change in changes])
-                if time.monotonic() > self._end:
-                    return
-                best = self.ordered()[0].changes
+            with mock.patch.dict(os.environ, MALLOC):
+                self._search(pool)
         finally:
             for process in list((getattr(pool, "_processes", None) or {}).values()):
                 process.kill()
             pool.shutdown(wait=False, cancel_futures=True)
 
+    def _search(self, pool: concurrent.futures.Executor) -> None:
+        best: Change = {}
+        self._try(pool, [best])
+        for changes in self._neighbours():
+            self._try(pool, [best | change for change in changes])
+            if time.monotonic() > self._end:
+                return
+            best = self.ordered()[0].changes
+
     def _neighbours(self) -> Iterator[list[Change]]:
-        """Changes to try together: of one setting after the other as long as that helps, and then of two at once."""
-        # An own line that does not start has no neighbours that are known to.
+        """Changes to try together: of one setting after the other as long as that helps, and then of two at once.
+
+        First of all, micro-batches are as large as recomputation allows.
+        """
         experts = any(word.partition("=")[0] == "--num-experts" for word in self._own)
-        names = [name for name in SETTINGS if name != "expert parallelism" or experts]
+        settings = {name: values for name, values in SETTINGS.items() if experts or name != "expert parallelism"}
+        settings["pipeline"] = [uneven(self._own, change) for change in settings["pipeline"]]
+        # An own line that does not start has no neighbours that are known to.
+        if self.ordered():
+            less = [*settings["recomputation"][::-1], Change()]
+            yield [a | b for a, b in itertools.product(settings["micro-batch"][::-1], less)]
         before = None
         while (best := self.ordered()) and before != (before := best[0]):
-            yield from (SETTINGS[name] for name in names)
-        for one, other in itertools.combinations(names, 2) if best else ():
-            yield [a | b for a, b in itertools.product(SETTINGS[one], SETTINGS[other])]
+            yield from settings.values()
+        for one, other in itertools.combinations(settings.values(), 2) if best else ():
+            yield [a | b for a, b in itertools.product(one, other)]
 
     def _try(self, pool: concurrent.futures.Executor, changes: list[Change]) -> None:
         left = [with_changes(self._own, change) for change in changes]
