@@ -20,6 +20,7 @@ import tests.unit_tests.test_memory as measured_memory
 from benchmarks import model
 from benchmarks.suite.gpu import MODELS
 from megatron.fsdp.config import FSDPConfig
+from megatron.fsdp.mcore.cpu.replacements import storage_copier
 from megatron.fsdp.module import ShardedModel
 from megatron.fsdp.optim.hooks import attach_optimizer
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
@@ -308,9 +309,21 @@ def test_ghosts_compute_integers_and_spread_choices() -> None:
         assert torch.randn(1 << 20, 1 << 10).mean().item() == 1.0  # no pages: 4 GiB would not be read in this time
 
 
+def test_choices_lie_in_the_dimension_that_they_are_made_from() -> None:
+    with Ghosts(*[lambda *unused: None] * 3):
+        x = torch.empty(2, 3, 40)
+        along = {0: 2, 1: 3, -1: 40}
+        found = {dim: [x.argmax(dim), x.max(dim)[1], x.sort(dim)[1], x.topk(1, dim)[1]] for dim in along}
+        anywhere = int(x.argmax())
+    for dim, size in along.items():
+        assert all(int(each.max()) < size for each in found[dim]), dim
+    assert anywhere < x.numel()
+
+
 def test_equal_operators_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     looked = []
     cost_of = ghosts._cost
+    monkeypatch.setattr(ghosts, "_KNOWN", {})
     monkeypatch.setattr(ghosts, "_cost", lambda packet, *rest: looked.append(packet) or cost_of(packet, *rest))
     costs: list[Cost] = []
     with Ghosts(costs.append, lambda *_: None, lambda *_: None):
@@ -365,6 +378,17 @@ def test_memory_of_recurrent_layers(steps: int, grad: bool) -> None:
     with Ghosts(lambda cost: None, lambda *_: None, lambda _, change: changes.append(change)):
         step()
     assert max(itertools.accumulate(changes)) == pytest.approx(ghosts.allocated(step)[1], rel=0.03)
+
+
+def test_recomputed_values_take_the_memory_of_freed_ones() -> None:
+    changes: list[int] = []
+    ghosts_of = Ghosts(lambda cost: None, lambda *_: None, lambda memory, change: changes.append(change))
+    with ghosts_of, ghosts_of.follow_storages():
+        output = torch.randn(1000)
+        output.untyped_storage().resize_(0)
+        recomputed = torch.randn(1000)
+        storage_copier()(output, recomputed)
+        assert (sum(changes), output.untyped_storage().nbytes()) == (4000, 4000)
 
 
 def test_ghosts_that_grow_have_no_pages() -> None:

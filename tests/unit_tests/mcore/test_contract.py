@@ -383,6 +383,7 @@ def slices_and_mesh_are_on_main_weights() -> None:
         index = parameter.megatron_fsdp_dist_index
         assert index.get_submesh([index.tp_dim]).mesh.numel() == 1
         assert index.get_submesh(index.dp_shard_dim).size() == dist.get_world_size()
+        assert index.get_submesh(index.dp_shard_dim) is index.get_submesh([index.dp_shard_dim]), "made once"
         assert index.dp_outer_dim is None and not index.use_hybrid_fsdp and not index.hsdp_outer_dp_shard
 
 

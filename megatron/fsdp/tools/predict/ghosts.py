@@ -56,8 +56,9 @@ _ATTENTION = {
 }
 # Operators that only change which memory a tensor has.
 _OF_STORAGE = {aten.set_, aten.resize_, aten.lift_fresh}
-# Their integer results say where values lie: these are spread evenly.
-_CHOOSING = {aten.topk, aten.argmax, aten.sort, aten.argsort, aten.max, aten.multinomial}
+# Their integer results say where values lie: these are spread evenly. The place of the dimension among the arguments;
+# without one, it is the last dimension (for argmax, all of them).
+_CHOOSING = {aten.topk: 2, aten.argmax: 1, aten.sort: 1, aten.argsort: 1, aten.max: 1, aten.multinomial: None}
 # They read as many rows of their first argument as they return.
 _GATHERING = {aten.embedding, aten.index_select, aten.index, aten.gather}
 _RECURRENT = {aten.mkldnn_rnn_layer, aten.mkldnn_rnn_layer_backward}
@@ -234,7 +235,9 @@ class Ghosts(TorchDispatchMode):
                 shapes = _shapes(func, packet, args, kwargs, given)
                 if packet in _RECURRENT:
                     shapes, inside = _of_recurrent(packet, args, shapes)
-            result = _made(shapes, packet in _CHOOSING, args) if given or _is_real(shapes) else func(*args, **kwargs)
+            result = (
+                _made(shapes, _choices(packet, args, kwargs)) if given or _is_real(shapes) else func(*args, **kwargs)
+            )
         if cost is None:
             cost = _cost(packet, args, kwargs, given, result)
             if key is not None and given and packet is not aten.masked_select:
@@ -344,18 +347,28 @@ def _on_meta(values: Any) -> Any:
     return tree_map_only(torch.Tensor, meta, values)
 
 
-def _made(shapes: Any, spread: bool, args: tuple) -> Any:
-    """Ghosts with the shapes of tensors on the meta device, alone or in lists."""
+def _choices(packet: Any, args: tuple, kwargs: dict[str, Any]) -> int:
+    """The number of values from which each result of an operator is chosen; 0 if it does not choose."""
+    if packet not in _CHOOSING or not args[0].dim():
+        return 0
+    place = _CHOOSING[packet]
+    dim = -1 if place is None else kwargs.get("dim", args[place] if len(args) > place else None)
+    if dim is None and packet is aten.argmax:
+        return int(args[0].numel())
+    return args[0].shape[-1 if dim is None else dim] or 1
+
+
+def _made(shapes: Any, choices: int = 0) -> Any:
+    """Ghosts with the shapes of tensors on the meta device, alone or in lists. Choices are spread evenly."""
     if isinstance(shapes, list | tuple):
-        return type(shapes)(_made(each, spread, args) for each in shapes)
+        return type(shapes)(_made(each, choices) for each in shapes)
     if not isinstance(shapes, torch.Tensor):
         return shapes
     made = torch.empty_strided(shapes.shape, shapes.stride(), dtype=shapes.dtype)
     if _is_real(made) or made.numel() > MOST_COMPUTED:
         return made
-    if spread and made.dtype == torch.int64 and args[0].dim():
-        size = args[0].shape[-1] or 1
-        return made.copy_(torch.arange(made.numel()).view(made.shape) % size)
+    if choices and made.dtype == torch.int64:
+        return made.copy_(torch.arange(made.numel()).view(made.shape) % choices)
     return made.zero_()
 
 
