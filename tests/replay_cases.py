@@ -27,6 +27,7 @@ CASES = {
     "other strategy": "--data-parallel-sharding-strategy optim_grads",
     "HSDP": "--num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim",
     "pipeline": "--pipeline-model-parallel-size 2",
+    "pipeline, more tokens": "--pipeline-model-parallel-size 2 --mtp-num-layers 1",
     "interleaved": "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2",
     "tensor": "--tensor-model-parallel-size 2 --sequence-parallel",
     "tensor, full": f"--tensor-model-parallel-size 2 {FULL}",

@@ -13,7 +13,7 @@ import re
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.util import find_spec
@@ -41,6 +41,11 @@ from megatron.fsdp.tools.recipes import plan_model, recipe_of
 from megatron.fsdp.tools.report import Report
 from megatron.fsdp.tools.script import run
 
+# What Megatron's layers log, and begin with: an earlier run's has its process groups.
+LOGS: dict[str, Any] = {
+    "multi_token_prediction.MTPLossLoggingHelper.tracker": {},
+    "moe.moe_logging._MOE_METRICS_TRACKER": None,
+}
 # Tensors with at most this many elements are created on the requested device.
 SMALL = 1 << 12
 
@@ -177,6 +182,9 @@ def dry_run(
         replace(inspect, "getsource", _source)
         replace(groups, "generate_masked_orthogonal_rank_groups", _rank_groups)
         replace(blocks, "build_module", first_layers(most))
+        for name, value in LOGS.items():
+            with suppress(ImportError, AttributeError):  # other versions of Megatron-Core
+                stack.enter_context(mock.patch(f"megatron.core.transformer.{name}", copy.copy(value)))
         try:
             yield replace
         finally:
