@@ -39,8 +39,9 @@ from megatron.fsdp.tools.trace.spans import Row, Span
 
 # Layers of each kind that a run keeps: more than are unsharded at the same time.
 KEPT = 4
-# What layers do, by the command line's other flags. These change what is around them.
+# Templates of layers, which all runs of this process share.
 KNOWN: dict[Any, Any] = {}
+# Flags that change what is around layers, and not what layers do.
 OF_SHARDING = (
     "--data-parallel-sharding-strategy",
     "--num-distributed-optimizer-instances",
@@ -349,6 +350,7 @@ class _Run:
         for each in getattr(optimizer, "chained_optimizers", [optimizer]):
             for labels in self._labels:
                 labels.label(each.optimizer)
+        self._replays.end_step()
         if recordings == self._replays.recordings:  # else the next one repeats them
             self._marks.append((begin, recorder.mark(""), steps))
         if len(self._marks) == (3 if self._micro_batches > self._few else 2):

@@ -189,6 +189,11 @@ class Replays:
         self._first[key] = [*({each.memory for each in made} - outputs)]
         return result
 
+    def end_step(self) -> None:
+        """Give up recordings whose backward has not ended: a later step would record them again."""
+        for recording in [*self._latest.values()]:
+            recording.give_up()
+
     def finish(self) -> None:
         """Count what the layers of recorded kinds keep for good, after the last step."""
         for key in self._recorded:
@@ -374,7 +379,7 @@ class _Recording:
         own = [place for place, leaf in enumerate(found) if isinstance(leaf, torch.Tensor) and id(leaf) not in known]
         alone = self._replays.recorder.entries is entries and len(own) == 1 and _only_computes(self._forward)
         if not (alone and self._can_make(OUTPUT, found[own[0]], self._forward)):
-            return self._fail(result)
+            return self.give_up(result)
         self._template.output = own[0]
         self._template.results = [None if n == own[0] else known.get(id(x), x) for n, x in enumerate(found)], of_result
         if trained is None:
@@ -434,12 +439,12 @@ class _Recording:
         expected = sum(param.requires_grad for param in self._layer.module.parameters())
         complete = len(self._template.trained) == expected  # else a different call in the graph has the rest
         if self._entries is not self._replays.recorder.entries or self._fails or not complete:
-            return self._fail()
+            return self.give_up()
         backward = self._entries[self._start :]
         for first, last in reversed(self._left_out):
             del backward[first - self._start : last - self._start]
         if not (_only_computes(backward) and self._can_make(INPUT_GRADIENT, gradient, backward)):
-            return self._fail()
+            return self.give_up()
         self._finish(backward)
 
     def _unwatch(self) -> None:
@@ -447,7 +452,8 @@ class _Recording:
             hook.remove()
         self._hooks, self._nodes = [], []
 
-    def _fail(self, result: Any = None) -> Any:
+    def give_up(self, result: Any = None) -> Any:
+        """End the recording without a template. Returns the result of the call."""
         self._unwatch()
         self._replays.settle(self, None)
         return result
@@ -456,20 +462,18 @@ class _Recording:
         """Make the template of both parts."""
         template, parts = self._template, (self._forward, backward)
         of_forward, of_backward = ([each for each in part if isinstance(each, Change)] for part in parts)
-        born = {each.memory for each in (*of_forward, *of_backward) if each.bytes > 0}
-        born -= self._made.keys() | self._held.keys()
-        both = {each.memory for each in of_forward} & {each.memory for each in of_backward}
         left = Counter[Memory]()
         for each in (*of_forward, *of_backward):
             left[each.memory] += each.bytes
+        own = left.keys() - self._made.keys() - self._held.keys()
+        born = {each.memory for each in (*of_forward, *of_backward) if each.bytes > 0} & own
+        in_backward = {each.memory for each in of_backward}
         stays = {memory for memory in born if memory.nbytes}
-        found = left.keys() - born - self._made.keys() - self._held.keys()
-        replaced = -sum(min(left[memory], 0) for memory in found)
+        replaced = -sum(min(left[memory], 0) for memory in own - born)
         if 2 * replaced < sum(left[memory] for memory in stays):
             stays = set()  # it goes with something else, else a call would have found as much
-        kept = stays | both
+        kept = stays | {each.memory for each in of_forward} & in_backward
         items = [[item for entry in part for item in self._items(entry, born, kept)] for part in parts]
-        in_backward = {each.memory for each in of_backward}
         for memory in born - stays:
             if left[memory]:  # what called the layer has freed it afterwards
                 items[memory in in_backward].append(_Bytes(memory in kept, -left[memory]))
