@@ -21,6 +21,7 @@ EXPERTS = (
     "--moe-router-load-balancing-type seq_aux_loss --moe-token-dispatcher-type alltoall"
 )
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+SELECTIVE = "--recompute-granularity selective --recompute-modules moe layernorm"
 # In this order: later ones find what earlier ones have recorded.
 CASES = {
     "dense": "",
@@ -36,7 +37,8 @@ CASES = {
     "full": FULL,
     "experts": EXPERTS,
     "experts, full": f"{EXPERTS} {FULL}",
-    "experts, selective": f"{EXPERTS} --recompute-granularity selective --recompute-modules moe layernorm",
+    "experts, selective": f"{EXPERTS} {SELECTIVE}",
+    "experts, selective, pipeline": f"{EXPERTS} {SELECTIVE} --pipeline-model-parallel-size 2",
     "experts, other strategy": f"{EXPERTS} --data-parallel-sharding-strategy optim_grads",
 }
 

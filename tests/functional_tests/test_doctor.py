@@ -143,10 +143,10 @@ def test_repeated_layers_do_what_layers_do(replayed: dict[str, Any], name: str) 
     for found in others:
         assert found["seconds"] == pytest.approx(run["seconds"], rel=1e-9)
         assert found["waits"] == pytest.approx(run["waits"], abs=1e-7)
-        # With experts and full recomputation, the last layer's graph is freed earlier than Megatron's.
-        assert sum(found["peak"].values()) == pytest.approx(
-            sum(run["peak"].values()), rel=0.01 if name == "experts, full" else 1e-4
-        )
+        # With experts and full recomputation, the last layer's graph is freed earlier than Megatron's. In pipelines,
+        # layers that are recorded and layers that are repeated do not meet all that the other ones have left.
+        tolerance = {"experts, full": 0.01, "experts, selective, pipeline": 0.03}.get(name, 1e-4)
+        assert sum(found["peak"].values()) == pytest.approx(sum(run["peak"].values()), rel=tolerance)
 
 
 def test_a_layer_whose_backward_never_ends_is_not_repeated() -> None:

@@ -42,10 +42,10 @@ BUDGETS = {
     "megatron/fsdp/runtime": 2_743,
     "megatron/fsdp/sharding": 702,
     "megatron/fsdp/state": 743,
-    "megatron/fsdp/tools": 3_183,
-    "megatron/fsdp/tools/predict": 2_385,
+    "megatron/fsdp/tools": 3_184,
+    "megatron/fsdp/tools/predict": 2_530,
     "megatron_fsdp": 149,
-    "tests": 42_531,
+    "tests": 42_570,
 }
 
 # Phrases, as regular expressions, and the word that people of this field search for. A line may end at a space.

@@ -4,6 +4,7 @@ import concurrent.futures
 import dataclasses
 import itertools
 import json
+import math
 import re
 import shlex
 import sys
@@ -29,7 +30,8 @@ from megatron.fsdp.tools.predict.plan import (
     plan,
     table,
 )
-from megatron.fsdp.tools.script import CommandStep
+from megatron.fsdp.tools.predict.space import Place, Space, uneven, with_changes
+from megatron.fsdp.tools.script import Change, CommandStep
 from megatron.fsdp.tools.trace.timeline import Timeline
 from tests.models import Block, TinyModel
 
@@ -124,14 +126,14 @@ OWN = "--num-layers 2 --micro-batch-size=1 --tensor-model-parallel-size 2 --sequ
 def test_flags_of_a_command_line_are_replaced() -> None:
     arguments = OWN.split()
     same = {"--micro-batch-size": "1", "--tensor-model-parallel-size": "2", "--sequence-parallel": ""}
-    assert search.with_changes(arguments, same) == (tuple(arguments), {})
+    assert with_changes(arguments, same) == (tuple(arguments), {})
     changes = {"--sequence-parallel": None, "--recompute-modules": None, "--micro-batch-size": "4"}
-    found, differ = search.with_changes(arguments, changes)
+    found, differ = with_changes(arguments, changes)
     assert (
         shlex.join(found) == "--num-layers 2 --tensor-model-parallel-size 2 --micro-batch-size 4" and differ == changes
     )
     one = ["--context-parallel-size", "1"]
-    assert search.with_changes(one, {"--context-parallel-size": None}) == (tuple(one), {})
+    assert with_changes(one, {"--context-parallel-size": None}) == (tuple(one), {})
 
 
 def _evaluated(script: Path, world_size: int, cluster: Cluster, each: search.Candidate) -> search.Candidate:
@@ -175,36 +177,72 @@ def test_a_search_finds_settings_that_help_only_together(monkeypatch: pytest.Mon
     assert not closest.fits and closest.memory == 1 and "too much" in search.table([closest], 4)
 
 
-def test_what_needs_more_than_a_line_that_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = "--num-layers 2 --micro-batch-size 4 --data-parallel-sharding-strategy optim_grads".split()
-    assert search.memory_order(words) == (("--num-layers 2",), [2, 0, -1, 0, 0])
-    recomputed = [*words, *"--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()]
-    groups = [*recomputed, *"--num-distributed-optimizer-instances 4 --outer-dp-sharding-strategy no_shard".split()]
-    orders = [search.memory_order(each) for each in (recomputed, groups)]
-    assert orders == [(("--num-layers 2",), [2, -2, -1, 0, 0]), (("--num-layers 2",), [2, -2, -1, 0, 2])]
-    sizes = ["--tensor-model-parallel-size 2 --num-layers 4", "--tensor-model-parallel-size 4 --num-layers 2"]
-    assert len({search.memory_order(each.split())[0] for each in sizes}) == 2
-    monkeypatch.setattr(search, "PROCESSES", 1)
-    found = _search(monkeypatch, "--micro-batch-size 1 --fit 9").found
-    too_large = [search.memory_order(each.arguments) for each in found if not each.refusal and not each.fits]
-    for (rest, places), (of_later, later) in itertools.combinations(too_large, 2):
-        assert rest != of_later or any(b < a for a, b in zip(places, later, strict=True))
-    assert len(too_large) > 1
+def _true_step(change: Change) -> tuple[CommandStep | None, int]:
+    """A world of 64 ranks, in which what settings do is more than a product of factors."""
+    names = "micro-batch-size", "tensor-model-parallel-size", "pipeline-model-parallel-size", "context-parallel-size"
+    batch, tensor, stages, context = (int(change.get(f"--{name}") or 1) for name in names)
+    if tensor * context > 8 or (context > 1 and "--num-distributed-optimizer-instances" in change):
+        return None, 0
+    again = change.get("--recompute-granularity") == "full"
+    whole = change.get("--data-parallel-sharding-strategy") == "optim"
+    compute = (1 + again / 3) * (1 + 0.1 * math.log2(tensor)) * (1 + 0.05 * math.log2(context))
+    sent = 0.01 if whole else 6.0 * tensor * context / batch
+    bubble = max(compute, sent) * (1 - 1 / stages) * batch / 16
+    waits = {"unshard": max(sent - compute, 0.0)}
+    peak = {"shards": 60 * GIB // (tensor * stages) if whole else GIB, "activations": 40 * GIB * batch // tensor}
+    peak["activations"] = peak["activations"] // context // (4 if again else 1)
+    seconds = max(compute, sent) + bubble
+    return CommandStep(seconds, bubble, 1 / seconds, 0.5, waits, peak, "", communication=sent), sum(peak.values())
 
 
-def test_the_largest_micro_batch_is_tried_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "PROCESSES", 1)
-    second = _search(monkeypatch, "--micro-batch-size 1 --fit 9").found[1].changes
-    assert second["--micro-batch-size"] == "8" and second["--recompute-granularity"] == "full"
+def test_estimates_find_the_best_of_many_combinations() -> None:
+    space = Space(["--micro-batch-size", "1"], {}, False)
+    found: dict[Place, float] = {}
+    changes: list[Change] = []
+    for _ in range(25):
+        place = space.best(-math.inf)
+        assert place is not None
+        space.begin(place)
+        changes.append(space.change(place))
+        step, memory = _true_step(changes[-1])
+        space.note(place, step, memory, 80 * GIB)
+        found[place] = -math.inf if step is None else space.score(step, memory)
+    every = [_true_step(space.change(place)) for place in itertools.product(*map(range, space.shape))]
+    scores = sorted(space.score(step, memory) for step, memory in every if step is not None)
+    assert len(space) == len(every) > 40_000
+    assert max(found.values()) > scores[-1] - 0.05
+    assert sum(score > scores[-1] - 0.05 for score in scores) < 0.01 * len(scores)
+    assert sum(score == -math.inf for score in found.values()) < 10
+    sizes = [change["--tensor-model-parallel-size"] for change in changes if "--tensor-model-parallel-size" in change]
+    assert [*dict.fromkeys(sizes)] == ["2", "4", "8"][: len({*sizes})]
+    assert sum(score < scores[-1] - 10 for score in found.values() if score > -math.inf) < 4  # far too large
+
+
+def test_what_is_known_of_pipelines_is_estimated() -> None:
+    """Stages divide what a strategy keeps whole, and the bubble of more stages grows less and less."""
+    own = "--micro-batch-size 16 --data-parallel-sharding-strategy optim_grads_params"
+    space = Space(own.split(), {}, False)
+    whole = {"--data-parallel-sharding-strategy": "optim"}
+    places = {tuple(space.change(place).items()): place for place in itertools.product(*map(range, space.shape))}
+    for stages, strategy, tolerance in ((1, {}, 9), (1, whole, 9), (2, {}, 9), (2, whole, 0.02), (4, {}, 0.02)):
+        change: Change = {"--pipeline-model-parallel-size": str(stages)} if stages > 1 else {}
+        change |= {"--decoder-last-pipeline-num-layers": None} if stages > 1 else {}
+        place = places[tuple((change | strategy).items())]
+        step, memory = _true_step(change | strategy | {"--micro-batch-size": "16"})
+        assert step is not None
+        estimate = float(space.scores()[place])
+        space.begin(place)
+        space.note(place, step, memory, 675 * GIB)
+        assert estimate == pytest.approx(space.score(step, memory), abs=tolerance)
 
 
 @pytest.mark.parametrize(("layers", "stages", "last"), [(61, 4, "13"), (61, 16, "1"), (60, 4, None), (61, 1, None)])
 def test_the_last_of_uneven_stages_has_fewer_layers(layers: int, stages: int, last: str | None) -> None:
     change = {"--pipeline-model-parallel-size": str(stages) if stages > 1 else None}
     words = ["--num-layers", str(layers)]
-    assert search.uneven(words, change) == {**change, "--decoder-last-pipeline-num-layers": last}
+    assert uneven(words, change) == {**change, "--decoder-last-pipeline-num-layers": last}
     laid_out = [*words, "--pipeline-model-parallel-layout", "Et*61L"]
-    assert search.uneven(laid_out, change)["--decoder-last-pipeline-num-layers"] is None
+    assert uneven(laid_out, change)["--decoder-last-pipeline-num-layers"] is None
 
 
 def test_what_is_too_slow_even_without_waits_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

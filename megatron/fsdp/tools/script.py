@@ -55,6 +55,7 @@ class CommandStep:
         module: The module that computes at that moment.
         units: Seconds of each unit that was run: "compute", and as the computation waits for it, "unshard" and
             "reduce". Of equal layers, the first few.
+        communication: Seconds that unshards and reductions take, also while the computation goes on.
     """
 
     seconds: float
@@ -65,6 +66,7 @@ class CommandStep:
     peak: dict[str, int]
     module: str
     units: dict[str, dict[str, float]] = field(default_factory=dict)
+    communication: float = 0.0
 
     @property
     def parts(self) -> dict[str, float]:

@@ -154,13 +154,14 @@ def predict_command(script: Path, arguments: Sequence[str], report: Report, clus
     Raises:
         NotImplementedError: The shape of an operator's result depends on values. The message names the operator.
     """
-    rank = report.stage * report.world_size // report.sizes["pipeline"]
-    found = _Run(cluster, {})
+    stages = report.sizes["pipeline"]
+    rank, is_last = report.stage * report.world_size // stages, report.stage == stages - 1
+    found = _Run(cluster, {}, is_last)
     found.go(script, arguments, report.world_size, rank)
     numbers = dict(found.numbers)
     for kind, count in found.counts.items():
         if count > KEPT:
-            more = _Run(cluster, {kind: KEPT + 2})  # with a double buffer, layers differ by turns
+            more = _Run(cluster, {kind: KEPT + 2}, is_last)  # with a double buffer, layers differ by turns
             more.go(script, arguments, report.world_size, rank)
             for name in numbers.keys() | more.numbers.keys():
                 each = (more.numbers.get(name, 0.0) - found.numbers.get(name, 0.0)) / 2
@@ -175,6 +176,7 @@ def predict_command(script: Path, arguments: Sequence[str], report: Report, clus
         {name.removeprefix("bytes "): round(n) for name, n in numbers.items() if name.startswith("bytes ")},
         found.module,
         found.units,
+        numbers["communication"],
     )
 
 
@@ -184,6 +186,7 @@ class _Run:
     Args:
         cluster: What the ranks compute on.
         kept: Layers to keep of a kind, if not ``KEPT``.
+        is_last: Whether this is the last pipeline stage, which has one micro-batch in flight.
 
     Attributes:
         counts: Layers of each kind that the stage has.
@@ -195,8 +198,8 @@ class _Run:
         dtype: Name of the dtype of the computation.
     """
 
-    def __init__(self, cluster: Cluster, kept: dict[Any, int]) -> None:
-        self._cluster, self._kept = cluster, kept
+    def __init__(self, cluster: Cluster, kept: dict[Any, int], is_last: bool) -> None:
+        self._cluster, self._kept, self._is_last = cluster, kept, is_last
         self._recorder = Recorder("nccl", runs_ahead=True)
         self._labels: list[LabelledMemory] = []
         self._engines: list[Any] = []
@@ -212,7 +215,8 @@ class _Run:
     def go(self, script: Path, arguments: Sequence[str], world_size: int, rank: int) -> None:
         """Run the script up to the end of a few steps."""
         become_rank(rank, world_size)
-        setting = str(self._cluster.device), world_size, *options_without(arguments, OF_SHARDING)
+        # With several micro-batches in flight, layers meet what other ones have left.
+        setting = str(self._cluster.device), world_size, self._is_last, *options_without(arguments, OF_SHARDING)
         self._replays = Replays(self._recorder, self._cluster.device.seconds, KNOWN, setting)
         validation: Any = importlib.import_module("megatron.training.arguments")
         training: Any = importlib.import_module("megatron.training.training")
@@ -438,8 +442,10 @@ class _Run:
         return {name: number + rounds * (more.get(name, 0.0) - number) for name, number in few.items()}
 
     def _measured(self, begin: Mark, end: Mark, steps: list[StepRecorder]) -> dict[str, float]:
-        spans: list[Span] = [span for step in steps for span in step.trace(0).spans if span.row is Row.WAITS]
-        found = {"seconds": end.seconds - begin.seconds}
+        every: list[Span] = [span for step in steps for span in step.trace(0).spans]
+        spans = [span for span in every if span.row is Row.WAITS]
+        sent = [span for span in every if span.row in (Row.GATHERS, Row.REDUCTIONS)]
+        found = {"seconds": end.seconds - begin.seconds, "communication": sum(s.milliseconds for s in sent) / 1e3}
         found |= {f"wait {name}": 0.0 for name in (*WAITS.values(), "other communication")}
         for span in spans:
             found[f"wait {WAITS.get(str(span.kind), 'other communication')}"] += span.milliseconds / 1e3

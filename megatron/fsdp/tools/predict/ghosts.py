@@ -75,6 +75,8 @@ SMALL, SMALL_INTEGERS = 1 << 12, 1 << 22
 
 # Shapes and cost, by operator and arguments.
 _KNOWN: dict[Any, Any] = {}
+# What collectives return after their first argument.
+_HANDLES: dict[Any, Any] = {}
 
 
 class Memory:
@@ -300,16 +302,25 @@ def _cost(packet: Any, args: tuple, kwargs: dict[str, Any], given: list[torch.Te
 
 
 def _communicated(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """The results of a collective. The fake backend copies tensors, which would give them pages: it gets empty ones."""
+    """The results of a collective.
+
+    The fake backend copies tensors, for every rank of the group: it gets empty ones, and only once for each collective
+    whose result is its first argument and a handle, which has ended.
+    """
     tensors = _tensors(args)
     most = SMALL if any(map(_is_real, tensors)) else SMALL_INTEGERS
     if sum(tensor.numel() for tensor in tensors) <= most:
         return func(*args, **kwargs)
+    if func in _HANDLES:
+        return args[0], *_HANDLES[func]
     empty = tree_map_only(torch.Tensor, lambda tensor: tensor.new_empty(0), args)
     # Nor do they have parts of the sizes that an all-to-all is given.
     empty = tuple([] if isinstance(a, list) and all(isinstance(n, int) for n in a) else a for a in empty)
     result = func(*empty, **kwargs)
-    return (args[0], *result[1:]) if isinstance(result, tuple) else result
+    if not isinstance(result, tuple):
+        return result
+    _HANDLES[func] = result[1:]
+    return args[0], *result[1:]
 
 
 def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:

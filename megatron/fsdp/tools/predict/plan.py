@@ -307,16 +307,17 @@ def _search_command(options: argparse.Namespace) -> int:
     if not best:
         print("\n".join(f"ERROR  {candidate.refusal}" for candidate in found.found))
         return 1
-    own = found.found[0]
+    own = [each for each in found.found if not each.changes]
     shown = best[: search.SHOWN]
-    shown += [] if own.refusal or own in shown else [own]
+    shown += [each for each in own if not (each.refusal or each in shown)]
     if options.json:
         print(json.dumps([dataclasses.asdict(each) for each in shown], indent=2))
     else:
-        print(f"{options.gpus} {options.gpu}: simulated, the best of {len(found.found)} command lines")
+        predicted = f"{len(found.found)} command lines, by estimates of {found.combinations:,} from these"
+        print(f"{options.gpus} {options.gpu}: simulated, the best of {predicted}")
         print(search.table(shown, options.gpus))
-        if options.explain:
-            print(search.explained(own, best[0]))
+        if options.explain and own:
+            print(search.explained(own[0], best[0]))
         print(
             f"The best: {shlex.join([*(['-m'] if options.is_module else []), str(options.script), *best[0].arguments])}"
         )

@@ -71,7 +71,8 @@ class Template:
         held: What the layer holds until its backward: "input", "output".
         caches: Bytes that stay after a layer's first forward.
         left: Bytes of forward and backward that the layer leaves, until its next call replaces them.
-        graph: Of the recorded layer. If it lives, layers hold their graphs until the next call.
+        graph: Of the recorded layer. If it lives, layers hold their graphs until the next call. After the run, whether
+            it lived to its end.
     """
 
     forward: list[Any] = field(default_factory=list)
@@ -82,7 +83,7 @@ class Template:
     held: set[str] = field(default_factory=set)
     caches: int = 0
     left: tuple[int, int] = 0, 0
-    graph: "weakref.ref[_Node] | None" = None
+    graph: "weakref.ref[_Node] | bool" = False
 
 
 @dataclass(eq=False)
@@ -195,11 +196,12 @@ class Replays:
             recording.give_up()
 
     def finish(self) -> None:
-        """Count what the layers of recorded kinds keep for good, after the last step."""
+        """Note what the layers of recorded kinds keep for good, after the last step."""
         for key in self._recorded:
             template = self._known[key]
             if template is not None:
                 template.caches = sum(memory.nbytes for memory in self._first[key])
+                template.graph = not isinstance(template.graph, bool) and template.graph() is not None
 
     def memory_of(self, tensor: torch.Tensor) -> Memory:
         """The record of a tensor's memory."""
@@ -245,7 +247,7 @@ class Replays:
         call = _Call(self, template, layer, Memory(self.recorder.ghosts.category, 0))
         call.held["others"] = [leaf for leaf in leaves if not any(leaf is each for each in trained)]
         token = _Repeated.apply(call, *trained, *(params[place] for place in template.trained))
-        if template.graph is not None and template.graph() is not None:
+        if template.graph if isinstance(template.graph, bool) else template.graph() is not None:
             layer.graph = token
         found, structure = template.results
         results = [leaves[each] if isinstance(each, int) else each for each in found]

@@ -1,23 +1,22 @@
 """Searches the settings of a Megatron command line with most tokens per second on given GPUs.
 
 A candidate is the user's own line with other values of some flags. The doctor examines each: it refuses what Megatron
-or this engine refuses, and counts the memory of layouts. A step is predicted of those that may fit. From the user's
-line, one setting after the other takes its best value, until none changes; then settings change in pairs. What needs
-more memory than a candidate that does not fit is left out, and what would be too slow to be shown without any wait.
+or this engine refuses. A step is predicted of the others. From these, all combinations of settings are estimated, and
+the best is the next candidate, until none is estimated to be among the best ten. This is done from two lines by turns:
+the user's, and one that is good by several settings together.
 """
 
 import concurrent.futures
 import dataclasses
 import functools
 import gc
-import itertools
 import math
 import multiprocessing
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,82 +25,19 @@ from unittest import mock
 import torch
 
 from megatron.fsdp.tools.devices import GIB
-from megatron.fsdp.tools.fit import comparison, with_overhead
+from megatron.fsdp.tools.fit import comparison
 from megatron.fsdp.tools.predict.machine import Cluster
-from megatron.fsdp.tools.script import (
-    MEMORY,
-    Change,
-    CommandStep,
-    edited,
-    memory_columns,
-    options_without,
-    prepare_megatron,
-    recomputation,
-)
+from megatron.fsdp.tools.predict.space import Place, Space, uneven, with_changes
+from megatron.fsdp.tools.script import MEMORY, Change, CommandStep, memory_columns, prepare_megatron
 
-# Layouts alone that are this much above the device's size are too large, without a prediction: their sum is a bound.
-MARGIN = 1.1
 SHOWN = 10  # of the candidates
+# Combinations that are estimated to be worse than the last of these, or so much worse than the best, are left out.
+TOLERANCE = 0.1
+# The second line that the search begins from.
+START: Change = {"--pipeline-model-parallel-size": "8", "--data-parallel-sharding-strategy": "optim"}
 PROCESSES = min(os.cpu_count() or 1, 16)  # each takes about 1 GB
 # glibc's malloc: large blocks are given back when they are freed. Without, heaps grow to several GB.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_MMAP_MAX_": "1000000"}
-
-
-def _sizes(flag: str, sizes: Iterable[int], with_flag: str = "") -> list[Change]:
-    """Values of a flag that Megatron takes as 1 without it, and a flag that goes with larger ones."""
-    more = [with_flag] if with_flag else []
-    return [{flag: str(n) if n > 1 else None, **dict.fromkeys(more, "" if n > 1 else None)} for n in sizes]
-
-
-def _instances(outer: str) -> list[Change]:
-    """Numbers of groups of ranks, in each of which weights are sharded."""
-    names = "--num-distributed-optimizer-instances", "--outer-dp-sharding-strategy"
-    return [dict(zip(names, (str(n), outer), strict=True)) for n in (2, 4, 8, 16, 32)]
-
-
-# In the order in which they are tried: first, what communication depends on.
-SETTINGS: dict[str, list[Change]] = {
-    "recomputation": [
-        recomputation(None),
-        recomputation("selective", modules="core_attn"),
-        recomputation("full", method="uniform", num_layers="1"),
-    ],
-    "micro-batch": [{"--micro-batch-size": str(n)} for n in (1, 2, 4, 8)],
-    "expert parallelism": _sizes("--expert-model-parallel-size", (1, 2, 4, 8, 16, 32, 64)),
-    "strategy": [
-        {"--data-parallel-sharding-strategy": name} for name in ("optim", "optim_grads", "optim_grads_params")
-    ],
-    "hybrid FSDP": _instances("optim"),
-    "HSDP": [dict.fromkeys(_instances("no_shard")[0]), *_instances("no_shard")],
-    "tensor parallelism": _sizes("--tensor-model-parallel-size", (1, 2, 4, 8), "--sequence-parallel"),
-    "pipeline": _sizes("--pipeline-model-parallel-size", (1, 2, 4, 8, 16)),
-    "context parallelism": _sizes("--context-parallel-size", (1, 2, 4, 8)),
-}
-
-
-# Settings of which a later value needs more memory (1) or less (-1), if nothing else changes.
-MEMORY_GROWS = {"micro-batch": 1, "recomputation": -1, "strategy": -1, "hybrid FSDP": 1, "HSDP": 1}
-
-
-# Settings that change communication only, and memory.
-SHARDING = "strategy", "hybrid FSDP", "HSDP"
-
-
-def without(arguments: Sequence[str], names: Iterable[str]) -> tuple[str, ...]:
-    """The options of a command line without some settings, sorted."""
-    return options_without(arguments, [flag for name in names for value in SETTINGS[name] for flag in value])
-
-
-def memory_order(arguments: Sequence[str]) -> tuple[tuple[str, ...], list[int]]:
-    """The rest of a command line without the settings of ``MEMORY_GROWS``, and where it lies in the order of each."""
-    own: list[str] = []
-    places: list[int] = []
-    for name, sign in MEMORY_GROWS.items():
-        values = SETTINGS[name]
-        same = [sign * place for place, value in enumerate(values) if not with_changes(arguments, value)[1]]
-        places += same[:1] or [0]
-        own += [] if same else [name]  # a value that is not listed has no place, and is compared with itself only
-    return without(arguments, [name for name in MEMORY_GROWS if name not in own]), places
 
 
 @dataclass(frozen=True)
@@ -139,14 +75,6 @@ class Candidate:
         return " ".join(words) or "your command line"
 
 
-def with_changes(arguments: Sequence[str], changes: Change) -> tuple[tuple[str, ...], Change]:
-    """A command line with other values of some flags, and those of them that differ from before."""
-    found, before = edited(arguments, changes)
-    ones = {flag for flag, value in before.items() if value == "1" and flag.endswith(("-parallel-size", "-instances"))}
-    differ = {flag: value for flag, value in changes.items() if value != (None if flag in ones else before[flag])}
-    return (tuple(found), differ) if differ else (tuple(arguments), {})
-
-
 def evaluate(script: Path, world_size: int, cluster: Cluster, candidate: Candidate) -> Candidate:
     """Examine and predict a candidate, in a process that ran :func:`_start`."""
     from megatron.fsdp.tools.examine import described, examine
@@ -160,8 +88,6 @@ def evaluate(script: Path, world_size: int, cluster: Cluster, candidate: Candida
         return dataclasses.replace(known, refusal=refusal)
     if report.config is not None and report.config.offload_optimizer:
         return dataclasses.replace(known, refusal="not predicted: offloading")
-    if (least := with_overhead(report.peak)) > MARGIN * capacity:
-        return dataclasses.replace(known, memory=least)
     try:
         found = predict_stages(script, arguments, report, cluster, capacity)
     except Exception as error:  # noqa: BLE001 - the other candidates stand
@@ -170,14 +96,8 @@ def evaluate(script: Path, world_size: int, cluster: Cluster, candidate: Candida
     return dataclasses.replace(known, step=found.step, memory=found.situation.total)
 
 
-def uneven(arguments: Sequence[str], change: Change) -> Change:
-    """A number of pipeline stages, with fewer layers in the last one if the layers cannot be divided evenly."""
-    _, given = edited(arguments, {"--num-layers": None, "--pipeline-model-parallel-layout": None})
-    layers, stages = int(given["--num-layers"] or 0), int(change["--pipeline-model-parallel-size"] or 1)
-    last = None
-    if layers % stages and given["--pipeline-model-parallel-layout"] is None:
-        last = next((str(n) for n in range(layers // stages, 0, -1) if (layers - n) % (stages - 1) == 0), None)
-    return change | {"--decoder-last-pipeline-num-layers": last}
+def _note(space: Space, place: Place, each: Candidate) -> None:
+    space.note(place, None if each.refusal else each.step, each.memory, each.capacity)
 
 
 def _start() -> None:
@@ -213,7 +133,8 @@ class Search:
         on_found: Called with each candidate when it is known.
 
     Attributes:
-        found: All candidates, the user's own line first.
+        combinations: Number of combinations that are estimated.
+        found: All candidates, the user's own line first if it is known.
     """
 
     def __init__(
@@ -229,9 +150,9 @@ class Search:
         self._evaluate = functools.partial(evaluate, script, world_size, cluster)
         self._own, self._end, self._on_found = tuple(arguments), time.monotonic() + seconds, on_found
         self._by_memory = goal == "memory"
-        self._seen: set[frozenset[tuple[str, str | None]]] = set()
-        self._too_large: list[tuple[tuple[str, ...], list[int]]] = []
-        self._most: dict[tuple[str, ...], float] = {}  # tokens/s without waits, by all but SHARDING
+        starts: list[Change] = [{}, uneven(arguments, START)]
+        self._spaces = [Space(arguments, start, self._by_memory) for start in starts]
+        self.combinations = sum(map(len, self._spaces))
         self.found: list[Candidate] = []
 
     def run(self) -> None:
@@ -247,73 +168,46 @@ class Search:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _search(self, pool: concurrent.futures.Executor) -> None:
-        best: Change = {}
-        self._try(pool, [best])
-        for changes in self._neighbours():
-            self._try(pool, [best | change for change in changes])
-            if time.monotonic() > self._end:
-                return
-            best = self.ordered()[0].changes
-
-    def _neighbours(self) -> Iterator[list[Change]]:
-        """Changes to try together: of one setting after the other as long as that helps, and then of two at once.
-
-        First of all, micro-batches are as large as recomputation allows.
-        """
-        experts = any(word.partition("=")[0] == "--num-experts" for word in self._own)
-        settings = {name: values for name, values in SETTINGS.items() if experts or name != "expert parallelism"}
-        settings["pipeline"] = [uneven(self._own, change) for change in settings["pipeline"]]
-        # An own line that does not start has no neighbours that are known to.
-        if self.ordered():
-            less = [*settings["recomputation"][::-1], Change()]
-            yield [a | b for a, b in itertools.product(settings["micro-batch"][::-1], less)]
-        before = None
-        while (best := self.ordered()) and before != (before := best[0]):
-            yield from settings.values()
-        for one, other in itertools.combinations(settings.values(), 2) if best else ():
-            yield [a | b for a, b in itertools.product(one, other)]
-
-    def _try(self, pool: concurrent.futures.Executor, changes: list[Change]) -> None:
-        left = [with_changes(self._own, change) for change in changes]
-        pending: set[concurrent.futures.Future[Candidate]] = set()
-        while left or pending:
-            while left and len(pending) < PROCESSES:
-                arguments, differ = left.pop(0)
-                key = frozenset(differ.items())
-                if not (key in self._seen or self._is_larger(arguments) or self._is_slower(arguments)):
-                    self._seen.add(key)
-                    pending.add(pool.submit(self._evaluate, Candidate(arguments, differ)))
-            seconds = max(self._end - time.monotonic(), 0) if self.found else None
-            done, pending = concurrent.futures.wait(pending, seconds, concurrent.futures.FIRST_COMPLETED)
-            if pending and not done:
+        pending: dict[concurrent.futures.Future[Candidate], tuple[Space, Place]] = {}
+        turns = [*self._spaces]
+        while True:
+            while len(pending) < PROCESSES and (chosen := self._choose(turns)):
+                future = pool.submit(self._evaluate, self._candidate(*chosen))
+                pending[future] = chosen
+            own = [each for each in self.found if not each.changes]
+            if not pending or (own and own[0].refusal):
+                return  # nothing is known of changes to a line that does not start
+            seconds = max(self._end - time.monotonic(), 0) if own else None
+            done, _ = concurrent.futures.wait(pending, seconds, concurrent.futures.FIRST_COMPLETED)
+            if not done:
                 return
             for future in done:
-                self._note(future.result())
+                each = future.result()
+                self.found.insert(len(self.found) if each.changes else 0, each)
+                _note(*pending.pop(future), each)
+                self._on_found(each)
 
-    def _note(self, each: Candidate) -> None:
-        """Keep a candidate, and what it says of others."""
-        self.found.append(each)
-        if not each.refusal and not each.fits:
-            self._too_large.append(memory_order(each.arguments))
-        if each.step is not None:
-            key, step = without(each.arguments, SHARDING), each.step
-            alone = step.tokens_per_second * step.seconds / (step.seconds - sum(step.waits.values()))
-            self._most[key] = max(alone, self._most.get(key, 0.0))
-        self._on_found(each)
+    def _choose(self, turns: list[Space]) -> tuple[Space, Place] | None:
+        """The next combination that has to be evaluated, and its space: the first of ``turns`` that has one."""
+        for space in [*turns]:
+            while (place := space.best(self._least(space))) is not None:
+                space.begin(place)
+                candidate = self._candidate(space, place)
+                same = [each for each in self.found if each.arguments == candidate.arguments]
+                if not same:
+                    turns.remove(space)
+                    turns.append(space)
+                    return space, place
+                _note(space, place, same[0])
+        return None
 
-    def _is_larger(self, arguments: Sequence[str]) -> bool:
-        """Whether a command line needs at least as much memory as one that does not fit."""
-        rest, places = memory_order(arguments)
-        return any(
-            rest == other and all(mine >= its for mine, its in zip(places, of_other, strict=True))
-            for other, of_other in self._too_large
-        )
+    def _candidate(self, space: Space, place: Place) -> Candidate:
+        return Candidate(*with_changes(self._own, space.change(place)))
 
-    def _is_slower(self, arguments: Sequence[str]) -> bool:
-        """Whether a command line is too slow to be shown even if it waits for nothing."""
-        most = self._most.get(without(arguments, SHARDING), math.inf)
-        last = [] if self._by_memory else self.ordered()[SHOWN - 1 : SHOWN]
-        return any(each.fits and each.step is not None and each.step.tokens_per_second > most for each in last)
+    def _least(self, space: Space) -> float:
+        """The least score of a combination that is worth a prediction."""
+        scores = sorted((space.score(each.step, each.memory) for each in self.found if each.step), reverse=True)
+        return max(scores[SHOWN - 1], scores[0] - TOLERANCE) if len(scores) >= SHOWN else -math.inf
 
     def ordered(self) -> list[Candidate]:
         """The candidates that would start, the best first."""
