@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.tools.devices import GIB
@@ -13,6 +14,7 @@ from megatron.fsdp.tools.estimate import AxisSizes, estimate_outline, outline
 from megatron.fsdp.tools.fit import Situation, with_overhead
 from megatron.fsdp.tools.predict import command
 from megatron.fsdp.tools.predict.machine import cluster_of
+from megatron.fsdp.tools.predict.record import Message, fake_ranks
 from megatron.fsdp.tools.report import Report
 from megatron.fsdp.tools.script import CommandStep
 from tests.models import FP32_GRADS, Block, TinyModel
@@ -76,3 +78,21 @@ def test_without_a_prediction_the_verdict_says_so(monkeypatch: pytest.MonkeyPatc
     found = command.judge(SCRIPT, [], report(), H100, 7 * GIB)
     assert "operator aten.unknown" in str(found.step) and found.verdict is not None
     assert found.verdict.text.startswith("without activations, fits: ")
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_context_parallel_ranks_attend_to_all_tokens(ranks: int) -> None:
+    """Keys and values go round in the course of the computation, which is that of the whole sequence, split evenly."""
+    tokens, heads, channels, values = 8, 2, 16, 12
+    query, key, value = (
+        torch.zeros(tokens, 1, heads, n, dtype=torch.bfloat16, requires_grad=True) for n in (channels, channels, values)
+    )
+    entries: list[Any] = []
+    with fake_ranks(ranks):
+        command._Attention.apply(entries, dist.group.WORLD, query, key, value).sum().backward()
+    costs = [entry.meanwhile[0] if isinstance(entry, Message) else entry for entry in entries]
+    flops = heads * tokens * tokens * ranks * (channels + values)
+    assert [cost.flops for cost in costs] == [flops, flops * 5 // 2]
+    sent = (key.nbytes + value.nbytes) * ranks
+    messages = [(entry.ranks, entry.bytes) for entry in entries if isinstance(entry, Message)]
+    assert messages == ([(ranks, sent), (ranks, 2 * sent)] if ranks > 1 else [])

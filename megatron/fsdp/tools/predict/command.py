@@ -30,7 +30,7 @@ from megatron.fsdp.tools.predict import Clock, moments
 from megatron.fsdp.tools.predict.ghosts import Cost
 from megatron.fsdp.tools.predict.machine import Cluster
 from megatron.fsdp.tools.predict.play import Simulation, in_program_order
-from megatron.fsdp.tools.predict.record import LabelledMemory, Mark, Recorder
+from megatron.fsdp.tools.predict.record import LabelledMemory, Mark, Recorder, message_of
 from megatron.fsdp.tools.predict.replay import Replays
 from megatron.fsdp.tools.report import Report
 from megatron.fsdp.tools.script import Change, CommandStep, edited, options_without, recomputation, run
@@ -383,7 +383,9 @@ class _Run:
 
     def _attend(self, attend: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
         if self._fused:
-            return _Attention.apply(self._recorder.entries, *args[:3])  # query, key and value
+            groups: Any = importlib.import_module("megatron.core.parallel_state")
+            ring = groups.get_context_parallel_group()
+            return _Attention.apply(self._recorder.entries, ring, *args[:3])  # query, key and value
         return attend(module, *args, **kwargs)
 
     def _build_experts(self, build: Callable[..., Any], module: Any, number: int, *rest: Any, **kwargs: Any) -> None:
@@ -462,29 +464,40 @@ def _per_unit(steps: list[StepRecorder]) -> dict[str, dict[str, float]]:
 
 
 class _Attention(torch.autograd.Function):
-    """Causal fused attention, as far as memory and floating-point operations go.
+    """Causal fused attention, as far as memory, messages and floating-point operations go.
 
-    Query, key and value are [tokens, batch, heads, channels], and the result is [tokens, batch, heads * channels].
+    Query, key and value are [tokens, batch, heads, channels], and the result is [tokens, batch, heads * channels]. With
+    context parallelism, keys and values are passed on in a ring while those that have arrived are attended to, and
+    equally many are left by the causal mask on all ranks.
     """
 
     @staticmethod
-    def forward(ctx: Any, entries: list[Any], query: Any, key: Any, value: Any) -> torch.Tensor:
+    def forward(
+        ctx: Any, entries: list[Any], ring: dist.ProcessGroup, query: Any, key: Any, value: Any
+    ) -> torch.Tensor:
         tokens, batch, heads, channels = query.shape
         result = query.new_empty(tokens, batch, heads * value.shape[-1])
         ctx.save_for_backward(query, key, value, result, query.new_empty(tokens, batch, heads, dtype=torch.float32))
-        ctx.entries = entries
+        ctx.entries, ctx.ring = entries, ring
         # Two matmuls of tokens x tokens, of which a causal mask leaves half.
-        ctx.flops = batch * heads * tokens * key.shape[0] * (channels + value.shape[-1])
-        entries.append(_cost(ctx.flops, query, key, value, result))
+        ctx.flops = batch * heads * tokens * key.shape[0] * ring.size() * (channels + value.shape[-1])
+        _pass_on(entries, ring, _cost(ctx.flops, query, key, value, result), key, value)
         return result
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         query, key, value, result, _ = ctx.saved_tensors
         made = [torch.empty_like(tensor) for tensor in (query, key, value)]
-        # Five matmuls instead of two: the scores are computed again.
-        ctx.entries.append(_cost(ctx.flops * 5 // 2, query, key, value, result, *made))
-        return None, *made
+        # Five matmuls instead of two: the scores are computed again. Gradients of keys and values go with them.
+        cost = _cost(ctx.flops * 5 // 2, query, key, value, result, *made)
+        _pass_on(ctx.entries, ctx.ring, cost, key, value, *made[1:])
+        return None, None, *made
+
+
+def _pass_on(entries: list[Any], ring: dist.ProcessGroup, cost: Cost, *sent: torch.Tensor) -> None:
+    """Record attention, with what ranks send to the next one in its course."""
+    size = sum(tensor.nbytes for tensor in sent) * ring.size()
+    entries.append(cost if ring.size() == 1 else message_of("ring", ring, size)._replace(meanwhile=(cost,)))
 
 
 class _Grouped(torch.autograd.Function):

@@ -185,9 +185,9 @@ class Recorder:
         tensors = [leaf for leaf in torch.utils._pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
         size = max((t.nbytes for t in tensors), default=0)
         if group is not None and name not in ("allgather_", "allgather_coalesced_"):
-            self.entries.append(_message(name, group, size))
+            self.entries.append(message_of(name, group, size))
         elif group is not None:
-            self.entries.append(_message(name, group, sum(t.nbytes for t in tensors[:-1])))
+            self.entries.append(message_of(name, group, sum(t.nbytes for t in tensors[:-1])))
 
     def _as_one(self, name: str, function: Callable[..., None]) -> Any:
         """A collective that is made of sends, as one message."""
@@ -201,7 +201,7 @@ class Recorder:
             changes = [entry for entry in entries if isinstance(entry, Change)]
             full = args[0] if name == "all_gather" else args[1]
             self.entries += [each for each in changes if each.bytes > 0]
-            self.entries.append(_message(name, group, full.nbytes)._replace(number=number, meanwhile=meanwhile))
+            self.entries.append(message_of(name, group, full.nbytes)._replace(number=number, meanwhile=meanwhile))
             self.entries += [each for each in changes if each.bytes < 0]
 
         return call
@@ -216,7 +216,8 @@ def _group(value: Any) -> dist.ProcessGroup | None:
         return None
 
 
-def _message(name: str, group: dist.ProcessGroup, size: int) -> Message:
+def message_of(name: str, group: dist.ProcessGroup, size: int) -> Message:
+    """A collective of a group. The full buffer has ``size`` bytes."""
     ranks = dist.get_process_group_ranks(group)
     return Message(name, len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 1, size)
 

@@ -2,7 +2,7 @@
 
 A candidate is the user's own line with other values of some flags. The doctor examines each: it refuses what Megatron
 or this engine refuses. A step is predicted of the others. From these, all combinations of settings are estimated, and
-the best is the next candidate, until none is estimated to be among the best ten. This is done from two lines by turns:
+the best is the next candidate, until none is estimated to be among the ten best. This is done from two lines by turns:
 the user's, and one that is good by several settings together.
 """
 
@@ -32,7 +32,7 @@ from megatron.fsdp.tools.script import MEMORY, Change, CommandStep, memory_colum
 
 SHOWN = 10  # of the candidates
 # Combinations that are estimated to be worse than the last of these, or so much worse than the best, are left out.
-TOLERANCE = 0.1
+TOLERANCE = 0.05
 # The second line that the search begins from.
 START: Change = {"--pipeline-model-parallel-size": "8", "--data-parallel-sharding-strategy": "optim"}
 PROCESSES = min(os.cpu_count() or 1, 16)  # each takes about 1 GB
