@@ -218,6 +218,16 @@ def test_estimates_find_the_best_of_many_combinations() -> None:
     assert sum(score < scores[-1] - 10 for score in found.values() if score > -math.inf) < 4  # far too large
 
 
+def test_changes_to_a_line_that_does_not_start_are_not_tried() -> None:
+    space = Space(["--micro-batch-size", "1"], {}, False)
+    place = space.best(-math.inf)
+    assert place is not None
+    space.begin(place)
+    assert space.best(-math.inf) is not None  # it is not known yet
+    space.note(place, None, 0, 80 * GIB)
+    assert space.best(-math.inf) is None
+
+
 def test_what_is_known_of_pipelines_is_estimated() -> None:
     """Stages divide what a strategy keeps whole, and the bubble of more stages grows less and less."""
     own = "--micro-batch-size 16 --data-parallel-sharding-strategy optim_grads_params"

@@ -158,25 +158,28 @@ class Search:
     def run(self) -> None:
         """Search until nothing improves or the time is up."""
         context = multiprocessing.get_context("spawn")
-        pool = concurrent.futures.ProcessPoolExecutor(PROCESSES, context, _start)
+        # A pool for each line that the search begins from: its processes know the layers of similar lines.
+        each = max(PROCESSES // len(self._spaces), 1)
+        pools = [concurrent.futures.ProcessPoolExecutor(each, context, _start) for _ in self._spaces]
         try:
             with mock.patch.dict(os.environ, MALLOC):
-                self._search(pool)
+                self._search(pools, each)
         finally:
-            for process in list((getattr(pool, "_processes", None) or {}).values()):
-                process.kill()
-            pool.shutdown(wait=False, cancel_futures=True)
+            for pool in pools:
+                for process in list((getattr(pool, "_processes", None) or {}).values()):
+                    process.kill()
+                pool.shutdown(wait=False, cancel_futures=True)
 
-    def _search(self, pool: concurrent.futures.Executor) -> None:
-        pending: dict[concurrent.futures.Future[Candidate], tuple[Space, Place]] = {}
-        turns = [*self._spaces]
+    def _search(self, pools: Sequence[concurrent.futures.Executor], most: int) -> None:
+        pending: dict[concurrent.futures.Future[Candidate], tuple[int, Space, Place]] = {}
         while True:
-            while len(pending) < PROCESSES and (chosen := self._choose(turns)):
-                future = pool.submit(self._evaluate, self._candidate(*chosen))
-                pending[future] = chosen
+            for number, pool in enumerate(pools):
+                others = [*self._spaces[number:], *self._spaces[:number]]
+                while sum(n == number for n, _, _ in pending.values()) < most and (chosen := self._choose(others)):
+                    pending[pool.submit(self._evaluate, self._candidate(*chosen))] = number, *chosen
             own = [each for each in self.found if not each.changes]
             if not pending or (own and own[0].refusal):
-                return  # nothing is known of changes to a line that does not start
+                return
             seconds = max(self._end - time.monotonic(), 0) if own else None
             done, _ = concurrent.futures.wait(pending, seconds, concurrent.futures.FIRST_COMPLETED)
             if not done:
@@ -184,19 +187,17 @@ class Search:
             for future in done:
                 each = future.result()
                 self.found.insert(len(self.found) if each.changes else 0, each)
-                _note(*pending.pop(future), each)
+                _note(*pending.pop(future)[1:], each)
                 self._on_found(each)
 
-    def _choose(self, turns: list[Space]) -> tuple[Space, Place] | None:
-        """The next combination that has to be evaluated, and its space: the first of ``turns`` that has one."""
-        for space in [*turns]:
+    def _choose(self, spaces: Sequence[Space]) -> tuple[Space, Place] | None:
+        """The next combination that has to be evaluated, and its space: the first that has one."""
+        for space in spaces:
             while (place := space.best(self._least(space))) is not None:
                 space.begin(place)
-                candidate = self._candidate(space, place)
-                same = [each for each in self.found if each.arguments == candidate.arguments]
+                arguments = self._candidate(space, place).arguments
+                same = [each for each in self.found if each.arguments == arguments]
                 if not same:
-                    turns.remove(space)
-                    turns.append(space)
                     return space, place
                 _note(space, place, same[0])
         return None

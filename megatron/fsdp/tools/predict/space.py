@@ -236,6 +236,8 @@ class Space:
         """The combination to try next; None if all others are estimated to have a score below ``least``."""
         if not self._begun.any():
             return (0,) * len(self.shape)
+        if self._refused and not self._predicted:
+            return None  # nothing is known of changes to a line that does not start
         scores = self.scores()
         scores[self._begun] = -math.inf
         place = tuple(int(n) for n in torch.unravel_index(scores.argmax(), scores.shape))
