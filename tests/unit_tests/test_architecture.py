@@ -43,9 +43,9 @@ BUDGETS = {
     "megatron/fsdp/sharding": 702,
     "megatron/fsdp/state": 743,
     "megatron/fsdp/tools": 3_184,
-    "megatron/fsdp/tools/predict": 2_540,
+    "megatron/fsdp/tools/predict": 2_541,
     "megatron_fsdp": 149,
-    "tests": 42_591,
+    "tests": 42_613,
 }
 
 # Phrases, as regular expressions, and the word that people of this field search for. A line may end at a space.

@@ -30,7 +30,7 @@ from megatron.fsdp.tools.predict.plan import (
     plan,
     table,
 )
-from megatron.fsdp.tools.predict.space import Place, Space, uneven, with_changes
+from megatron.fsdp.tools.predict.space import Place, Space, settings_of, uneven, with_changes
 from megatron.fsdp.tools.script import Change, CommandStep
 from megatron.fsdp.tools.trace.timeline import Timeline
 from tests.models import Block, TinyModel
@@ -134,6 +134,8 @@ def test_flags_of_a_command_line_are_replaced() -> None:
     )
     one = ["--context-parallel-size", "1"]
     assert with_changes(one, {"--context-parallel-size": None}) == (tuple(one), {})
+    alone = ["--sequence-parallel"]  # has no effect on one tensor-parallel rank
+    assert with_changes(alone, settings_of(alone)["tensor parallelism"][0])[1] == {}
 
 
 def _evaluated(script: Path, world_size: int, cluster: Cluster, each: search.Candidate) -> search.Candidate:
@@ -170,6 +172,7 @@ def test_a_search_finds_settings_that_help_only_together(monkeypatch: pytest.Mon
     assert best.step is not None and best.step.seconds == pytest.approx(2 * 1.4 / 8)
     assert found.found[0].text == "your command line" and "too few ranks" in {each.refusal for each in found.found}
     assert len({each.arguments for each in found.found}) == len(found.found)
+    assert any(search.START.items() <= each.changes.items() for each in found.found)
     assert "compute 1.000 -> 0.250" in search.explained(found.found[0], best)
     assert _search(monkeypatch, "--micro-batch-size 1 --fit 9", "memory").ordered()[0].memory == 1
     assert search.explained(dataclasses.replace(best, capacity=0), best).startswith("Your command line does not fit by")
@@ -255,7 +258,7 @@ def test_the_last_of_uneven_stages_has_fewer_layers(layers: int, stages: int, la
     assert uneven(laid_out, change)["--decoder-last-pipeline-num-layers"] is None
 
 
-def test_what_is_too_slow_even_without_waits_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_estimated_to_be_too_slow_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """HSDP does not fit alone. With tensor parallelism it does, which computes more slowly than ten others train."""
 
     def evaluated(script: Path, world_size: int, cluster: Cluster, each: search.Candidate) -> search.Candidate:

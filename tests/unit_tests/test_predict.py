@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,10 +26,20 @@ from megatron.fsdp.module import ShardedModel
 from megatron.fsdp.optim.hooks import attach_optimizer
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
 from megatron.fsdp.tools.estimate import AxisSizes, estimate_outline, outline, usage
-from megatron.fsdp.tools.predict import Device, Link, Prediction, Topology, calibration, ghosts, plan, predict
+from megatron.fsdp.tools.predict import (
+    Device,
+    Link,
+    Prediction,
+    Topology,
+    calibration,
+    ghosts,
+    plan,
+    predict,
+    replay,
+)
 from megatron.fsdp.tools.predict.ghosts import Cost, Ghosts, Memory
 from megatron.fsdp.tools.predict.play import Simulation
-from megatron.fsdp.tools.predict.record import Change, Mark, Message, Wait, Work, fake_ranks
+from megatron.fsdp.tools.predict.record import Change, Mark, Message, Recorder, Wait, Work, fake_ranks
 from megatron.fsdp.tools.program import unit_classes
 from scripts import memory_chart
 from tests.models import FP32_GRADS, TinyModel
@@ -541,3 +552,14 @@ def test_a_model_without_a_list_of_layers_needs_units() -> None:
     with pytest.raises(ValueError, match="--units"):
         unit_classes(plain, [])
     assert unit_classes(plain, ["Linear"]) == (nn.Linear,)
+
+
+def test_a_layer_that_holds_its_graph_does_so_in_later_runs() -> None:
+    """Whether the recorded layer's graph lives is asked for at the end of its run: later, its model is gone."""
+    graph = replay._Node()
+    template = replay.Template(graph=weakref.ref(graph))
+    replays = replay.Replays(Recorder("nccl", runs_ahead=True), CPU.seconds, {"kind": template}, None)
+    replays._recorded, replays._first = ["kind"], {"kind": []}
+    replays.finish()
+    del graph
+    assert template.graph is True

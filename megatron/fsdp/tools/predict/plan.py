@@ -307,9 +307,8 @@ def _search_command(options: argparse.Namespace) -> int:
     if not best:
         print("\n".join(f"ERROR  {candidate.refusal}" for candidate in found.found))
         return 1
-    own = [each for each in found.found if not each.changes]
-    shown = best[: search.SHOWN]
-    shown += [each for each in own if not (each.refusal or each in shown)]
+    own, shown = found.own, best[: search.SHOWN]
+    shown += [own] if own and not (own.refusal or own in shown) else []
     if options.json:
         print(json.dumps([dataclasses.asdict(each) for each in shown], indent=2))
     else:
@@ -317,7 +316,7 @@ def _search_command(options: argparse.Namespace) -> int:
         print(f"{options.gpus} {options.gpu}: simulated, the best of {predicted}")
         print(search.table(shown, options.gpus))
         if options.explain and own:
-            print(search.explained(own[0], best[0]))
+            print(search.explained(own, best[0]))
         print(
             f"The best: {shlex.join([*(['-m'] if options.is_module else []), str(options.script), *best[0].arguments])}"
         )

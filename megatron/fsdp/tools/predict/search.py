@@ -2,8 +2,8 @@
 
 A candidate is the user's own line with other values of some flags. The doctor examines each: it refuses what Megatron
 or this engine refuses. A step is predicted of the others. From these, all combinations of settings are estimated, and
-the best is the next candidate, until none is estimated to be among the ten best. This is done from two lines by turns:
-the user's, and one that is good by several settings together.
+the best is the next candidate, until none is estimated to be among the ten best. This is done from two lines at the
+same time: the user's, and one that is good by several settings together.
 """
 
 import concurrent.futures
@@ -48,7 +48,7 @@ class Candidate:
         arguments: The script's.
         changes: Values that differ from the user's.
         step: The predicted step; None if none was predicted.
-        memory: Bytes of the device that it takes, with assumed overhead; predicted if there is a step, else estimated.
+        memory: Bytes of the device that it takes, with assumed overhead; 0 if there is no step.
         capacity: Bytes of the device.
         refusal: The reason why it would not start; empty if it would.
     """
@@ -177,10 +177,9 @@ class Search:
                 others = [*self._spaces[number:], *self._spaces[:number]]
                 while sum(n == number for n, _, _ in pending.values()) < most and (chosen := self._choose(others)):
                     pending[pool.submit(self._evaluate, self._candidate(*chosen))] = number, *chosen
-            own = [each for each in self.found if not each.changes]
-            if not pending or (own and own[0].refusal):
+            if not pending or (self.own and self.own.refusal):
                 return
-            seconds = max(self._end - time.monotonic(), 0) if own else None
+            seconds = max(self._end - time.monotonic(), 0) if self.own else None
             done, _ = concurrent.futures.wait(pending, seconds, concurrent.futures.FIRST_COMPLETED)
             if not done:
                 return
@@ -210,6 +209,11 @@ class Search:
         scores = sorted((space.score(each.step, each.memory) for each in self.found if each.step), reverse=True)
         return max(scores[SHOWN - 1], scores[0] - TOLERANCE) if len(scores) >= SHOWN else -math.inf
 
+    @property
+    def own(self) -> Candidate | None:
+        """The user's own line; None if it is not known yet."""
+        return next((each for each in self.found[:1] if not each.changes), None)
+
     def ordered(self) -> list[Candidate]:
         """The candidates that would start, the best first."""
         return sorted((each for each in self.found if not each.refusal), key=self._rank)
@@ -227,12 +231,10 @@ def table(found: Sequence[Candidate], ranks: int) -> str:
     ]
     for each in found:
         step = each.step
-        seen, memory = ["-"] * 4, ["-"] * len(MEMORY)
-        if step is not None:
-            speed = step.tokens_per_second
-            seen = [f"{step.seconds:.3f}", f"{speed:,.0f}", f"{speed / ranks:,.0f}", f"{step.mfu:.1%}"]
-            memory = memory_columns(step.peak)
-        bound = step.bound if each.fits and step else f"memory: {(each.memory - each.capacity) / GIB:.1f} GiB too much"
+        assert step is not None, "only refused ones have none"
+        speed, memory = step.tokens_per_second, memory_columns(step.peak)
+        seen = [f"{step.seconds:.3f}", f"{speed:,.0f}", f"{speed / ranks:,.0f}", f"{step.mfu:.1%}"]
+        bound = step.bound if each.fits else f"memory: {(each.memory - each.capacity) / GIB:.1f} GiB too much"
         rows.append((*seen, f"{each.memory / GIB:.1f}", *memory, bound, each.text))
     return aligned(rows)
 

@@ -28,7 +28,7 @@ NEW, NEW_TOGETHER = 0.02, 0.2
 # Sizes are tried in their order: others score that much less.
 FAR = 5.0
 # Categories of memory that are estimated alone, and strategies that shard them.
-KEPT = {"shards": ("optim_grads_params",), "gradients": ("optim_grads_params", "optim_grads"), "optimizer": None}
+SHARDED_BY = {"shards": ("optim_grads_params",), "gradients": ("optim_grads_params", "optim_grads"), "optimizer": None}
 # How much score it costs that the most similar one differs in several settings, and is less alike by a factor of e.
 CAUTION = 0.2
 # Variance of a prediction around the Gaussian process, whose own is 1.
@@ -112,7 +112,7 @@ class _Setting:
             return [value or "" for value in (before | change).values()]
 
         def size(change: Change) -> int:
-            return int(state(change)[0]) if state(change)[0].isdigit() else 1
+            return max(int(state(change)[0]), 1) if state(change)[0].isdigit() else 1
 
         def distance(change: Change) -> float:
             return abs(math.log2(size(change) / size({})))
@@ -180,7 +180,7 @@ class Space:
         strategies = [state[0] for setting in self._settings if setting.name == "strategy" for state in setting.states]
         self._divided = [
             torch.tensor([float(names is not None and name not in names) for name in strategies]) * -divided
-            for names in KEPT.values()
+            for names in SHARDED_BY.values()
         ]
 
     def _product(self, powers: Mapping[str, float]) -> torch.Tensor:
@@ -238,10 +238,12 @@ class Space:
             return (0,) * len(self.shape)
         if self._refused and not self._predicted:
             return None  # nothing is known of changes to a line that does not start
+        if self._begun.all():
+            return None
         scores = self.scores()
         scores[self._begun] = -math.inf
         place = tuple(int(n) for n in torch.unravel_index(scores.argmax(), scores.shape))
-        return place if scores[place] >= max(least, -1e9) else None
+        return place if scores[place] >= least else None
 
     def score(self, step: CommandStep, memory: int) -> float:
         """How good a predicted step is."""
@@ -272,7 +274,7 @@ class Space:
         rows = [self._row(place) for place in self._predicted]
         known = [_amounts(*each, self._capacity) for each in self._predicted.values()]
         x, y = torch.stack(rows), torch.tensor(known, dtype=torch.float64).log()
-        for column, divided in enumerate(self._divided, -1 - len(KEPT)):
+        for column, divided in enumerate(self._divided, -1 - len(SHARDED_BY)):
             y[:, column] -= torch.tensor([divided[place] for place in self._predicted])
         mean = y.mean(0)
         factors = torch.linalg.solve(x.T @ x + self._ridge.diag(), x.T @ (y - mean))
@@ -285,7 +287,7 @@ class Space:
             parts = [(features @ column).float() for features in self._features]
             own = torch.tensordot(of_column.float(), alike, 1)
             found.append(_outer(parts, torch.add) + float(column[0] + about) + own)
-        for column, divided in enumerate(self._divided, -1 - len(KEPT)):
+        for column, divided in enumerate(self._divided, -1 - len(SHARDED_BY)):
             found[column] += divided
         return found
 
@@ -320,6 +322,6 @@ def _amounts(step: CommandStep, memory: int, capacity: float) -> list[float]:
     compute = (whole - waits.get("unshard", 0.0) - waits.get("reduce", 0.0)) / tokens
     communication = max(step.communication / tokens, 1e-3 * compute)
     rest = whole / tokens / max(compute, communication)
-    kept = [step.peak.get(name, 0) for name in KEPT]
+    kept = [step.peak.get(name, 0) for name in SHARDED_BY]
     sizes = (max(size, 1e-6 * capacity) for size in (*kept, memory - sum(kept)))
     return [compute, communication, rest, *sizes]
