@@ -45,7 +45,7 @@ BUDGETS = {
     "megatron/fsdp/tools": 3_184,
     "megatron/fsdp/tools/predict": 2_541,
     "megatron_fsdp": 149,
-    "tests": 42_613,
+    "tests": 42_629,
 }
 
 # Phrases, as regular expressions, and the word that people of this field search for. A line may end at a space.

@@ -8,6 +8,7 @@ import math
 import re
 import shlex
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,7 @@ def test_a_network_and_hosts_of_ones_own(monkeypatch: pytest.MonkeyPatch, capsys
     own = f"--gpu h100 --network 25GB --per-host 4 --device-memory 64GiB {__file__} --micro-batch-size 1"
     monkeypatch.setattr(sys, "argv", ["plan", *own.split()])
     assert main() == 1
+    assert capsys.readouterr().out == "ERROR  no\n"  # of the line itself, and not of what was tried with it
     assert (seen[0].between, seen[0].per_host, seen[0].device.memory) == (25e9, 4, 64 * GIB)
     monkeypatch.setattr(
         sys, "argv", ["plan", "--machine", "m.json", "--network", "1GB", "--model", f"{__name__}:_model"]
@@ -286,6 +288,25 @@ def test_a_row_of_the_table_has_speed_per_gpu_and_memory_by_category() -> None:
     assert lines[1].startswith("a: compute 1.000 s, unshard 2.000 s") and lines[1].endswith("bound by unshard")
     assert lines[2:] == ["b to c: compute 1.000 s, unshard 0.000 s, reduce 0.000 s, bound by compute"]
     assert row.split()[:11] == "2.000 800 200 50.0% 6.0 2.0 0.0 0.0 3.0 0.5 unshard".split()
+
+
+def test_a_line_that_does_not_start_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Even if the search's other start was predicted before."""
+    started = threading.Event()
+
+    def evaluated(script: Path, world_size: int, cluster: Cluster, each: search.Candidate) -> search.Candidate:
+        if each.changes:
+            started.set()
+            return _evaluated(script, world_size, cluster, each)
+        assert started.wait(10)
+        return dataclasses.replace(each, refusal="no")
+
+    _use_threads(monkeypatch, evaluated)
+    monkeypatch.setattr(sys, "argv", ["plan", *f"--gpus 8 {__file__} --micro-batch-size 1 --fit 99".split()])
+    assert main() == 1
+    assert capsys.readouterr().out == "ERROR  no\n"
 
 
 def test_a_search_counts_tokens_per_second_and_not_per_step(monkeypatch: pytest.MonkeyPatch) -> None:

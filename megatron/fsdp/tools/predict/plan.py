@@ -303,12 +303,12 @@ def _search_command(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("interrupted: the best so far", file=sys.stderr)
     progress.end()
-    best = found.ordered()
-    if not best:
-        print("\n".join(f"ERROR  {candidate.refusal}" for candidate in found.found))
+    best, own = found.ordered(), found.own
+    if not best or (own and own.refusal):
+        print(f"ERROR  {own.refusal if own else 'interrupted before anything was predicted'}")
         return 1
-    own, shown = found.own, best[: search.SHOWN]
-    shown += [own] if own and not (own.refusal or own in shown) else []
+    shown = best[: search.SHOWN]
+    shown += [own] if own and own not in shown else []
     if options.json:
         print(json.dumps([dataclasses.asdict(each) for each in shown], indent=2))
     else:
