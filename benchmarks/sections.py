@@ -71,8 +71,9 @@ SECTIONS: dict[str, Section] = {
     ),
     "prediction": Section(
         "The planner's step times",
-        "Five rounds in network namespaces, 1,024 tokens per rank; *rate* is in Mbit/s, *latency* in milliseconds one\n"
-        "way. *spread* is the distance of the quartiles over the median. A case is judged if it is at most 3 % and if\n"
+        "Turns in network namespaces, 1,024 tokens per rank; *rate* is in Mbit/s, *latency* in milliseconds one way.\n"
+        "Of 5 to 15 turns, those 5 count that took least CPU time, as the CPU's speed changes.\n"
+        "*spread* is the distance of the quartiles over the median. A case is judged if it is at most 3 % and if\n"
         "gloo's CPU time is less than the time on the wire. 10 Gbit/s is never judged: two cores bound it. The\n"
         "calibration uses a network of 750 Mbit/s and 0.3 ms.",
     ),

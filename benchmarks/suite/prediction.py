@@ -1,9 +1,11 @@
 """Step times that the planner predicts, against step times in network namespaces.
 
-Every setting of ``SETTINGS`` trains with every strategy, in turns. A case counts if its rounds agree and if the link
-bounds its communication, not the CPU time that gloo takes. Measurements are kept in ``prediction/measured.json`` of the
-folder for results; with ``--add``, only the missing ones are made, and all are compared with what the planner predicts
-now.
+Every setting of ``SETTINGS`` trains with every strategy, in turns. The speed of a CPU in a shared machine changes in
+between: the same work takes up to a quarter more CPU time. So there are more turns than are needed until some agree,
+and of each strategy, those count in which the CPU was fastest: they took least CPU time. A case is judged if its turns
+agree and if the link bounds its communication, not the CPU time that gloo takes. Measurements are kept in
+``prediction/measured.json`` of the folder for results; with ``--add``, only the missing ones are made, and all are
+compared with what the planner predicts now.
 """
 
 import json
@@ -27,7 +29,8 @@ from benchmarks.rounds import Contestant, Sample, measure
 from benchmarks.workers import Ranks, WorkerFailure
 from megatron.fsdp.tools.predict import Device
 
-ROUNDS = 5
+# Turns that count, and the most rounds to find them in.
+ROUNDS, MOST_ROUNDS = 5, 15
 TOKENS = 1024
 # A round lasts at least this long, in seconds.
 ROUND = 1.2
@@ -92,6 +95,27 @@ class Measured:
     rounds: dict[str, list[dict[str, float]]]
     noisy: bool
 
+    def turns(self, peer: str) -> list[dict[str, float]]:
+        """The turns that count: those that took least CPU time."""
+        return sorted(self.rounds[peer], key=lambda turn: turn["cpu"])[:ROUNDS]
+
+    def of(self, peer: str, quantity: str) -> Summary:
+        """One quantity of these turns."""
+        return Summary.of([turn[quantity] for turn in self.turns(peer)])
+
+    def spread(self, peer: str) -> float:
+        """The distance of the quartiles of the step times, relative to their median."""
+        step = self.of(peer, "step")
+        return (step.high - step.low) / step.median
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no more rounds are needed."""
+        peers = [peer for peer in self.setting.strategies if self.rounds.get(peer)]
+        count = max((len(self.rounds[peer]) for peer in peers), default=MOST_ROUNDS)
+        enough = count >= MOST_ROUNDS or self.setting.rate == FASTEST
+        return enough or (count >= ROUNDS and all(self.spread(peer) <= SPREAD for peer in peers))
+
 
 class Turns:
     """Turns of one strategy."""
@@ -145,10 +169,12 @@ def run(options: Options) -> Iterator[Case]:
     path = options.folder / "prediction" / "measured.json"
     kept = load(path) if options.add else []
     for setting in settings:
-        if any(measured.setting == setting for measured in kept):
+        before = next((measured for measured in kept if measured.setting == setting), None)
+        if before is not None and before.is_complete:
             continue
         options.report(" ".join(map(str, asdict(setting).values())))
-        kept.append(measure_setting(setting, options))
+        found = measure_setting(setting, options, before)
+        kept = [*(measured for measured in kept if measured is not before), found]
         save(kept, path)
     measured = [one for one in kept if one.setting in settings]
     cases = [case_of(one) for one in measured]
@@ -214,9 +240,10 @@ def summary(cases: list[Case]) -> Case:
     return result
 
 
-def measure_setting(setting: Setting, options: Options) -> Measured:
-    """Train all strategies of a setting in turns."""
+def measure_setting(setting: Setting, options: Options, before: Measured | None = None) -> Measured:
+    """Train all strategies of a setting in turns, until those agree, or in addition to those before."""
     rounds = options.number_of_rounds(ROUNDS)
+    found = before or Measured(setting, {}, False)
     with network(setting.ranks, f"{setting.rate}mbit", setting.latency / 1e3) as inside:
         pool = _Pool(setting, inside)
         try:
@@ -224,36 +251,34 @@ def measure_setting(setting: Setting, options: Options) -> Measured:
             turns: dict[str, Contestant] = {peer: Turns(pool, peer, number) for peer, number in steps.items()}
             watch = Quiet(lambda: pool.ranks.cpu_seconds + inside.cpu_seconds)
             limit = math.inf if options.quick else quiet.LIMIT
-            result = measure(turns, rounds, watch, options.report, limit)
+            while True:
+                result = measure(turns, rounds, watch, options.report, limit)
+                for peer in turns:
+                    found.rounds.setdefault(peer, []).extend(one[peer] for one in result.kept if peer in one)
+                found.noisy |= result.noisy
+                if options.quick or found.is_complete:
+                    return found
         finally:
             pool.ranks.close()
-    peers = {peer: [one[peer] for one in result.kept if peer in one] for peer in turns}
-    return Measured(setting, peers, result.noisy)
 
 
 def case_of(measured: Measured) -> Case:
     """The figures of one setting: measured, how far the rounds differ, and whether a strategy counts."""
     case = Case(asdict(measured.setting))
-    compute = _median(measured, "alone", "cpu")
+    compute = measured.of("alone", "cpu").median
     for peer in measured.setting.strategies:
         if not measured.rounds[peer]:
             case.notes.append(f"{peer} crashed")
             continue
-        step = Summary.of([one["step"] for one in measured.rounds[peer]])
-        sent = _median(measured, peer, "sent")
-        communication = (_median(measured, peer, "cpu") - compute) / CORES
+        step, sent, spread = measured.of(peer, "step"), measured.of(peer, "sent").median, measured.spread(peer)
+        communication = (measured.of(peer, "cpu").median - compute) / CORES
         wire = 8e-3 * sent / measured.setting.rate  # bits / (Mbit/s) in milliseconds
-        spread = (step.high - step.low) / step.median
         judged = measured.setting.rate < FASTEST and spread <= SPREAD and communication <= wire and not measured.noisy
         case.figures[peer] = {"measured": step}
         case.put(peer, spread=spread, sent=sent, wire=wire, cpu=communication, judged=float(judged))
     if measured.noisy:
         case.notes.append("noisy: other processes were computing during some of these rounds")
     return case
-
-
-def _median(measured: Measured, peer: str, quantity: str) -> float:
-    return Summary.of([one[quantity] for one in measured.rounds[peer]]).median
 
 
 def load(path: Path) -> list[Measured]:

@@ -17,7 +17,18 @@ from benchmarks.model import Shape
 from benchmarks.network import DELAYER
 from benchmarks.options import Skipped
 from benchmarks.results import Case, Result
-from benchmarks.suite.prediction import CALIBRATION, FASTEST, SETTINGS, Measured, Setting, case_of, load, save, summary
+from benchmarks.suite.prediction import (
+    CALIBRATION,
+    FASTEST,
+    MOST_ROUNDS,
+    SETTINGS,
+    Measured,
+    Setting,
+    case_of,
+    load,
+    save,
+    summary,
+)
 from benchmarks.suite.published import FIGURES, Training, _predict, predicted_mfu
 from benchmarks.zoo import MODELS
 
@@ -61,6 +72,22 @@ def test_cases_that_count() -> None:
     assert not _is_judged(_measured(ours_3=scattered))
     # gloo takes 40 ms of each core, and the bytes are on the wire for 32 ms.
     assert not _is_judged(_measured(ours_3=[_round(100.0, cpu=100.0)] * 5))
+
+
+def test_turns_of_a_cpu_whose_speed_has_changed_do_not_count() -> None:
+    """The five in which it was fastest count, and more rounds are made until those agree."""
+    steps, cpu = (
+        (100.0, 125.0, 99.0, 120.0, 101.0, 110.0, 100.0, 100.0),
+        (30.0, 40.0, 29.9, 39.0, 30.1, 34.0, 30.0, 30.0),
+    )
+    turns = [_round(*each) for each in zip(steps, cpu, strict=True)]
+    assert not _measured(ours_3=turns[:5]).is_complete and not _is_judged(_measured(ours_3=turns[:5]))
+    measured = _measured(ours_3=turns)
+    assert sorted(turn["step"] for turn in measured.turns("ours-3")) == [99.0, 100.0, 100.0, 100.0, 101.0]
+    assert measured.is_complete and _is_judged(measured)
+    scattered = [_round(100.0 + 20 * (n % 2)) for n in range(MOST_ROUNDS)]
+    assert not _measured(ours_3=scattered[:-1]).is_complete and _measured(ours_3=scattered).is_complete
+    assert not _is_judged(_measured(ours_3=scattered))
 
 
 def test_a_strategy_that_crashed_is_named() -> None:

@@ -18,13 +18,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import tests.unit_tests.test_memory as measured_memory
-from benchmarks import model
+from benchmarks import model, planner
 from benchmarks.suite.gpu import MODELS
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.mcore.cpu.replacements import storage_copier
 from megatron.fsdp.module import ShardedModel
 from megatron.fsdp.optim.hooks import attach_optimizer
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
+from megatron.fsdp.tools import recipes
 from megatron.fsdp.tools.estimate import AxisSizes, estimate_outline, outline, usage
 from megatron.fsdp.tools.predict import (
     Device,
@@ -38,6 +39,7 @@ from megatron.fsdp.tools.predict import (
     replay,
 )
 from megatron.fsdp.tools.predict.ghosts import Cost, Ghosts, Memory
+from megatron.fsdp.tools.predict.machine import cluster_of
 from megatron.fsdp.tools.predict.play import Simulation
 from megatron.fsdp.tools.predict.record import Change, Mark, Message, Recorder, Wait, Work, fake_ranks
 from megatron.fsdp.tools.program import unit_classes
@@ -275,7 +277,7 @@ def test_the_calls_that_a_calibration_times_are_bounded(monkeypatch: pytest.Monk
 def test_calibrated_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "_time", lambda *unused: 1e-3)
     measured = calibration.calibrate(dtypes=("bfloat16",)).device.measured
-    assert len(measured["attention bfloat16"]) == 3  # forwards, and no backwards
+    assert len(measured["attention bfloat16"]) == 4  # forwards, and no backwards
     # What it is on a GPU:
     flash = torch.ops.aten._scaled_dot_product_flash_attention
     monkeypatch.setattr(
@@ -369,6 +371,66 @@ def test_empty_tensors_take_no_time() -> None:
         torch.empty_like(torch.empty(4)).new_empty(8)
         torch.empty(4).zero_()
     assert [cost.name for cost in costs] == ["zero_"]
+
+
+class _Linear(torch.autograd.Function):
+    """Keeps its input and its weight, as Megatron's does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.matmul(x, weight.t())
+
+
+def test_a_linear_layer_in_8_bits() -> None:
+    """Its matmuls do, what it keeps of its input does, and casts take time. Other matmuls do not."""
+    recorder, weight = Recorder("nccl", True), nn.Parameter(torch.zeros(512, 256, dtype=torch.bfloat16))
+    x = torch.zeros(1024, 256, dtype=torch.bfloat16, requires_grad=True)
+    with recorder.active():
+        with recorder.quantized("float8", weight, x):
+            result: Any = _Linear.apply(x, weight)
+        saved, own = result.grad_fn.saved_tensors
+        assert (saved.shape, saved.dtype) == (x.shape, x.dtype) and own.data_ptr() == weight.data_ptr()
+        result @ result.T
+    costs = [entry for entry in recorder.program if isinstance(entry, Cost)]
+    assert [(cost.name, cost.dtype) for cost in costs] == [*(("cast", "float8"), ("mm", "float8"), ("mm", "bfloat16"))]
+    assert costs[0].bytes == (2 + 1 + 1) * 1024 * 256
+    device = cluster_of("h100").device
+    slow, fast = (device.seconds(costs[1]._replace(dtype=dtype, bytes=0)) for dtype in ("bfloat16", "float8"))
+    assert slow - device.launch == pytest.approx(2 * (fast - device.launch))
+    changes = [entry for entry in recorder.program if isinstance(entry, Change)]
+    assert {change.bytes for change in changes[:2]} == {2 * 1024 * 512, 1024 * 256}  # the result, and what is kept
+    assert all(abs(change.bytes) != 2 * 1024 * 256 for change in changes)
+
+
+@pytest.mark.parametrize("recipe", [*recipes.FP8.values(), recipes.NVFP4], ids=lambda recipe: recipe.key)
+@pytest.mark.parametrize("zero", [1, 3])
+def test_quantized_weights_of_a_step(recipe: recipes.Recipe, zero: int) -> None:
+    """A predicted step holds what layouts say."""
+    config, axes = _config(zero), AxisSizes(4)
+
+    def build() -> nn.Module:
+        made = nn.Sequential(*(nn.Linear(256, 256, bias=False, dtype=torch.bfloat16) for _ in range(4)))
+        for parameter in made.parameters():
+            recipes.plan(parameter, recipe)
+        return made
+
+    found = predict(
+        build,
+        lambda: torch.zeros(4, 256, dtype=torch.bfloat16),
+        config=config,
+        units=[nn.Linear],
+        ranks=Topology(4),
+        device=cluster_of("b200").device,
+        link=Link("network", 1e9, 1e-5),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, foreach=False),
+    )
+    expected = estimate_outline(outline(build(), (nn.Linear,), config), config, axes, axes).total
+    first, peak = found.timeline[0].bytes, planner.largest_by_category(found)
+    assert first["shards"] + first["optimizer"] == pytest.approx(expected.resting, rel=0.01)
+    if zero == 3:
+        limit = config.max_unsharded_units or 1
+        assert peak["unsharded units"] <= (limit + 1) * expected.unsharded // 4
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="another operator without oneDNN")

@@ -413,7 +413,6 @@ def _look_at(
         "outer data": outer,
     }
     classes = resolve_unit_classes(module, units)
-    report.as_run.append(outline(module, classes, report.config, times))
     if report.recipe is not None:
         plan_model(module, report.recipe, config)
     of_experts = getattr(ddp_config, EXPERT_INSTANCES, None) or outer

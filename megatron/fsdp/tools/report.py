@@ -33,7 +33,6 @@ class Report:
         stage: Number of the pipeline stage.
         args: Megatron's arguments, once they are valid.
         outlines: The units of the chunks.
-        as_run: The same as a prediction runs them: not quantized.
         situation: What the memory of the stage depends on.
         stages: The reports of all pipeline stages that were examined, this one included.
         verdict: Whether it fits, if a device was given.
@@ -53,7 +52,6 @@ class Report:
     stage: int = 0
     args: Any = None
     outlines: list[Outline] = field(default_factory=list)
-    as_run: list[Outline] = field(default_factory=list)
     situation: Situation | None = None
     stages: "list[Report]" = field(default_factory=list)
     verdict: Verdict | None = None

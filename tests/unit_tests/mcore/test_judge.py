@@ -29,7 +29,7 @@ def report(stage: int = 0) -> Report:
         model = TinyModel().bfloat16()
     config, axes = FSDPConfig(mixed_precision_policy=FP32_GRADS), AxisSizes(8)
     outlines = [outline(model, (Block,), config)]
-    found = Report(16, stage=stage, config=config, args=GIVEN, outlines=outlines, as_run=outlines)
+    found = Report(16, stage=stage, config=config, args=GIVEN, outlines=outlines)
     found.situation = Situation(outlines, config, axes, axes)
     found.chunks = [estimate_outline(each, config, axes, axes) for each in outlines]
     found.stages = [found] if stage else [found, report(1)]

@@ -1,5 +1,6 @@
 """Measures how fast operators and messages are where this process runs."""
 
+import dataclasses
 import math
 import os
 import statistics
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn import functional
 
 from megatron.fsdp.comm import gloo
@@ -20,8 +22,14 @@ from megatron.fsdp.tools.predict.machine import Calibration, Device, Link
 aten = torch.ops.aten
 # Elements of the operands of operators that are not matmuls, from launch-bound to larger than caches.
 _SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 21)
-# Rows, columns and inner dimension of matmuls.
-_MATMULS = ((16, 16, 16), (64, 64, 64), (128, 256, 128), (256, 512, 512), (512, 1024, 1024), (1024, 2048, 1024))
+# Rows, columns and inner dimension of matmuls. There are more tokens than channels.
+_MATMULS = ((16, 16, 16), (64, 64, 64), (512, 128, 64), (1024, 512, 128), (2048, 1024, 256), (2048, 2048, 512))
+# Operators on more bytes than this find their operands in a slower cache of a CPU than the fastest, as within a model:
+# so much else is read before.
+_CACHED, _READ = 1 << 19, 1 << 22
+_TURNS = 3
+# Rows and width of the layers of a step.
+_LAYERS = 768, 192
 _MESSAGES = (1 << 12, 1 << 16, 1 << 20, 1 << 23)
 
 
@@ -29,7 +37,8 @@ def calibrate(*, seconds: float = 20.0, dtypes: tuple[str, ...] = ("float32", "b
     """Measure operators, and messages if ``torch.distributed`` is initialized, where this process runs.
 
     No model is run: matrices, copies and messages of several sizes are timed. With process groups, all ranks must call
-    it. Each result is the median of several rounds.
+    it. Each result is the median of several rounds, in the fastest of several turns: a processor that others share is
+    slower for seconds.
 
     Args:
         seconds: Time to spend, about.
@@ -37,19 +46,21 @@ def calibrate(*, seconds: float = 20.0, dtypes: tuple[str, ...] = ("float32", "b
     """
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     cases = [case for name in dtypes for case in _cases(getattr(torch, name), device)]
-    measured: dict[str, list[list[float]]] = {}
-    for call in cases:
-        cost = _cost(call)
-        if cost is None:
-            continue
-        work = float(cost.bytes if cost.kind == "memory" else cost.flops)
-        taken = _time(call, device, 0.6 * seconds / len(cases))
-        measured.setdefault(f"{cost.name} {cost.dtype}", []).append([work, taken])
+    times: dict[str, dict[float, list[float]]] = {}
+    costs = [(call, cost) for call in cases if (cost := _cost(call)) is not None]
+    turns = [
+        [_time(call, device, 0.6 * seconds / _TURNS / len(costs), cost.bytes > _CACHED) for call, cost in costs]
+        for _ in range(_TURNS)
+    ]
+    for (_, cost), *each in zip(costs, *turns, strict=True):
+        work, taken = float(cost.bytes if cost.kind == "memory" else cost.flops), min(each)
         # The table of a kind has its fastest operators: copies, matmuls, and attention's forward, whose name differs.
-        if cost.name in ("copy_", "mm") or (cost.kind == "attention" and "backward" not in cost.name):
-            measured.setdefault(f"{cost.kind} {cost.dtype}", []).append([work, taken])
-    for table in measured.values():
-        table.sort()
+        fastest = cost.name in ("copy_", "mm") or (cost.kind == "attention" and "backward" not in cost.name)
+        for name in (cost.name, cost.kind) if fastest else (cost.name,):
+            times.setdefault(f"{name} {cost.dtype}", {}).setdefault(work, []).append(taken)
+    measured = {
+        name: [[work, statistics.mean(taken)] for work, taken in sorted(table.items())] for name, table in times.items()
+    }
     link, send, message = _network(device, 0.4 * seconds) if dist.is_initialized() else (None, 0.0, 0.0)
     on_host = device.type == "cpu"
     copies = measured[f"copy_ {dtypes[0]}"][-1]
@@ -59,14 +70,13 @@ def calibrate(*, seconds: float = 20.0, dtypes: tuple[str, ...] = ("float32", "b
         None if on_host else torch.cuda.get_device_properties(device).total_memory,
         peak,
         copies[0] / copies[1],
-        launch=_overhead(device),
         runs_ahead=not on_host,
         cores=float(len(os.sched_getaffinity(0))) if on_host else None,
         send_seconds=send,
         message_seconds=message,
         measured=measured,
     )
-    return Calibration(found, link)
+    return Calibration(_overhead(found, device), link)
 
 
 def _cases(dtype: torch.dtype, device: torch.device) -> Iterator[Callable[[], Any]]:
@@ -77,14 +87,16 @@ def _cases(dtype: torch.dtype, device: torch.device) -> Iterator[Callable[[], An
 
     for rows, columns, inner in _MATMULS:
         a, b, c = make(rows, inner), make(inner, columns), make(columns)
-        yield lambda a=a, b=b: aten.mm(a, b)  # type: ignore[misc]
+        # A linear layer's forward, and the gradients of its input and of its weight.
+        for x, y in ((a, make(columns, inner).t()), (a, b), (make(inner, rows).t(), b)):
+            yield lambda x=x, y=y: aten.mm(x, y)  # type: ignore[misc]
         yield lambda a=a, b=b, c=c: aten.addmm(c, a, b)  # type: ignore[misc]
         x, y = make(4, rows, inner), make(4, inner, columns)
         yield lambda x=x, y=y: aten.bmm(x, y)  # type: ignore[misc]
     for size in _SIZES:
         yield from _elementwise(make, size)
-    for length in (32, 128, 512) if device.type == "cpu" else (128, 512, 4096):
-        q = make(2, 8, length, 64)
+    for length in (64, 256, 1024, 2048) if device.type == "cpu" else (128, 512, 4096):
+        q = make(*(1, 4) if device.type == "cpu" else (2, 8), length, 32 if device.type == "cpu" else 64)
         yield lambda q=q: functional.scaled_dot_product_attention(q, q, q, is_causal=True)  # type: ignore[misc]
         if device.type != "cpu":
             continue  # predictions name the CPU's backward
@@ -142,14 +154,17 @@ def _cost(call: Callable[[], Any]) -> Cost | None:
     return costs[0] if len(costs) == 1 else None
 
 
-def _time(call: Callable[[], Any], device: torch.device, seconds: float) -> float:
-    """Median seconds of a call."""
+def _time(call: Callable[[], Any], device: torch.device, seconds: float, alone: bool = False) -> float:
+    """Median seconds of a call, on a CPU after something else was read if it is timed ``alone``."""
+    other = torch.zeros(_READ // 4) if alone and device.type == "cpu" else None
 
     def wait() -> None:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
     def per_call(number: int) -> float:
+        if other is not None:
+            other.add_(1.0)
         start = time.perf_counter()
         for _ in range(number):
             call()
@@ -157,7 +172,7 @@ def _time(call: Callable[[], Any], device: torch.device, seconds: float) -> floa
         return (time.perf_counter() - start) / number
 
     per_call(1)  # the first call may load a kernel
-    number = math.ceil(2e-4 / max(per_call(1), 1e-6))
+    number = 1 if other is not None else math.ceil(2e-4 / max(per_call(1), 1e-6))
     rounds: list[float] = []
     end = time.perf_counter() + seconds
     while len(rounds) < 3 or (time.perf_counter() < end and len(rounds) < 200):
@@ -165,19 +180,36 @@ def _time(call: Callable[[], Any], device: torch.device, seconds: float) -> floa
     return statistics.median(rounds)
 
 
-def _overhead(device: torch.device) -> float:
-    """Seconds that autograd and Python add to an operator on a CPU; on a GPU, those of the smallest operator."""
-    start, length = torch.ones(1, device=device, requires_grad=True), 100
+def _overhead(found: Device, device: torch.device) -> Device:
+    """A CPU with what autograd and modules add to an operator, and how much longer operators take within a step.
 
-    def chain() -> None:
-        value = start
-        for _ in range(length):
-            value = value * 1.0
-        value.backward()
+    There, memory is new and caches have other contents. A GPU with the seconds of its smallest operator.
+    """
+    if device.type != "cpu":
+        start = torch.ones(1, device=device)
+        return dataclasses.replace(found, launch=_time(lambda: aten.mul(start, 1.0), device, 0.1))
+    taken, expected, number = _step(found, 8, 8, torch.float32)
+    found = dataclasses.replace(found, launch=max(taken - expected, 0.0) / number)
+    steps = [_step(found, *_LAYERS, getattr(torch, name)) for name in found.flops]
+    return dataclasses.replace(found, slowdown=max(statistics.mean(t / alone for t, alone, _ in steps), 1.0))
 
-    per_operator = _time(chain, device, 0.2) / (2 * length)
-    alone = _time(lambda: aten.mul(start.detach(), 1.0), device, 0.1)
-    return max(per_operator - alone, 0.0) if device.type == "cpu" else alone
+
+def _step(found: Device, rows: int, width: int, dtype: torch.dtype) -> tuple[float, float, int]:
+    """Seconds of forward and backward of some layers, those of their operators alone, and how many these are."""
+    blocks = (
+        nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.LayerNorm(width))
+        for _ in range(4)
+    )
+    layers, x = nn.Sequential(*blocks).to(dtype), torch.ones(rows, width, dtype=dtype, requires_grad=True)
+    costs: list[Cost] = []
+
+    def step() -> None:
+        layers(x).sum().backward()
+
+    taken = min(_time(step, x.device, 0.3) for _ in range(_TURNS))
+    with Ghosts(costs.append, lambda *_: None, lambda *_: None):
+        step()
+    return taken, sum(map(found.seconds, costs)), len(costs)
 
 
 def _network(device: torch.device, seconds: float) -> tuple[Link | None, float, float]:

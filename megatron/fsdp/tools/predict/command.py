@@ -13,7 +13,7 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -31,7 +31,8 @@ from megatron.fsdp.tools.predict.ghosts import Cost
 from megatron.fsdp.tools.predict.machine import Cluster
 from megatron.fsdp.tools.predict.play import Simulation, in_program_order
 from megatron.fsdp.tools.predict.record import LabelledMemory, Mark, Recorder, message_of
-from megatron.fsdp.tools.predict.replay import Replays
+from megatron.fsdp.tools.predict.replay import Replays, kind_of
+from megatron.fsdp.tools.recipes import DTYPES, PlannedWeight, plan, quantized_weights, recipe_of
 from megatron.fsdp.tools.report import Report
 from megatron.fsdp.tools.script import Change, CommandStep, edited, options_without, recomputation, run
 from megatron.fsdp.tools.trace.recorder import StepRecorder
@@ -111,11 +112,7 @@ def predict_stages(
 def _with_step(report: Report, step: CommandStep) -> Situation:
     """The situation of a stage with the bytes that a step adds to those of layouts."""
     assert report.situation is not None and report.config is not None, "the command line was accepted"
-    as_run = dataclasses.replace(
-        report.situation,
-        outlines=report.as_run,
-        config=dataclasses.replace(report.config, offload_optimizer=False),
-    )
+    as_run = dataclasses.replace(report.situation, config=dataclasses.replace(report.config, offload_optimizer=False))
     return dataclasses.replace(report.situation, rest=sum(step.peak.values()) - as_run.of_layouts.total)
 
 
@@ -155,13 +152,13 @@ def predict_command(script: Path, arguments: Sequence[str], report: Report, clus
         NotImplementedError: The shape of an operator's result depends on values. The message names the operator.
     """
     stages = report.sizes["pipeline"]
-    rank, is_last = report.stage * report.world_size // stages, report.stage == stages - 1
-    found = _Run(cluster, {}, is_last)
+    rank, behind = report.stage * report.world_size // stages, stages - 1 - report.stage
+    found = _Run(cluster, {}, behind)
     found.go(script, arguments, report.world_size, rank)
     numbers = dict(found.numbers)
     for kind, count in found.counts.items():
         if count > KEPT:
-            more = _Run(cluster, {kind: KEPT + 2}, is_last)  # with a double buffer, layers differ by turns
+            more = _Run(cluster, {kind: KEPT + 2}, behind)  # with a double buffer, layers differ by turns
             more.go(script, arguments, report.world_size, rank)
             for name in numbers.keys() | more.numbers.keys():
                 each = (more.numbers.get(name, 0.0) - found.numbers.get(name, 0.0)) / 2
@@ -186,7 +183,7 @@ class _Run:
     Args:
         cluster: What the ranks compute on.
         kept: Layers to keep of a kind, if not ``KEPT``.
-        is_last: Whether this is the last pipeline stage, which has one micro-batch in flight.
+        behind: Number of pipeline stages after this one. As many micro-batches are in flight besides the latest.
 
     Attributes:
         counts: Layers of each kind that the stage has.
@@ -198,8 +195,8 @@ class _Run:
         dtype: Name of the dtype of the computation.
     """
 
-    def __init__(self, cluster: Cluster, kept: dict[Any, int], is_last: bool) -> None:
-        self._cluster, self._kept, self._is_last = cluster, kept, is_last
+    def __init__(self, cluster: Cluster, kept: dict[Any, int], behind: int) -> None:
+        self._cluster, self._kept, self._behind = cluster, kept, behind
         self._recorder = Recorder("nccl", runs_ahead=True)
         self._labels: list[LabelledMemory] = []
         self._engines: list[Any] = []
@@ -216,12 +213,13 @@ class _Run:
         """Run the script up to the end of a few steps."""
         become_rank(rank, world_size)
         # With several micro-batches in flight, layers meet what other ones have left.
-        setting = str(self._cluster.device), world_size, self._is_last, *options_without(arguments, OF_SHARDING)
+        setting = str(self._cluster.device), world_size, not self._behind, *options_without(arguments, OF_SHARDING)
         self._replays = Replays(self._recorder, self._cluster.device.seconds, KNOWN, setting)
         validation: Any = importlib.import_module("megatron.training.arguments")
         training: Any = importlib.import_module("megatron.training.training")
         schedules: Any = importlib.import_module("megatron.core.pipeline_parallel.schedules")
         attention: Any = resolve_name("megatron.core.transformer.dot_product_attention:DotProductAttention")
+        layers: Any = importlib.import_module("megatron.core.tensor_parallel.layers")
         experts: Any = resolve_name("megatron.core.transformer.moe.experts:SequentialMLP")
         with ExitStack() as active, dry_run(self._wrapper(), lambda: max([KEPT, *self._kept.values()])) as replace:
             replace(validation, "validate_args", self._validate)
@@ -234,6 +232,9 @@ class _Run:
             replace(attention, "forward", self._attend)
             replace(experts, "__init__", self._build_experts)
             replace(experts, "forward", self._compute_experts)
+            replace(layers.LinearWithGradAccumulationAndAsyncCommunication, "backward", self._backward_of_linear)
+            for linear in (layers.ColumnParallelLinear, layers.RowParallelLinear):
+                replace(linear, "_forward_impl", self._compute_linear)
             replace(adam, "adam", _fused)
             try:
                 run(script, arguments)
@@ -249,6 +250,8 @@ class _Run:
 
     def _validate(self, validate: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -> Any:
         self._fused = has_fused_attention(args)
+        self._format = next((dtype for name, dtype in DTYPES.items() if getattr(args, name)), "")
+        self._recipe = recipe_of(args)  # both are switched off on a CPU
         keep_to_itself(args)
         args.fake_process_group = 1  # a dry run: True is refused
         args.init_model_with_meta_device = args.perform_initialization = False
@@ -262,10 +265,11 @@ class _Run:
         per_micro_batch = args.micro_batch_size * args.data_parallel_size
         self._micro_batches = max((args.global_batch_size or per_micro_batch) // per_micro_batch, 1)
         self._stages = args.pipeline_model_parallel_size
-        # At most as many as stages are in flight, twice as many if schedules interleave: those take multiples of them.
+        # Memory is at its peak with all that can be in flight. Schedules that interleave take multiples of the stages,
+        # and at most twice as many are in flight.
         interleaved = bool(args.virtual_pipeline_model_parallel_size)
         self._round = self._stages if interleaved else min(self._stages, 2)
-        self._few = min(self._micro_batches, self._stages * (2 if interleaved else 1))
+        self._few = min(self._micro_batches, 2 * self._stages if interleaved else max(1 + self._behind, self._round))
         self.tokens = self._micro_batches * per_micro_batch * args.seq_length
         self._per_micro_batch = per_micro_batch
         args.global_batch_size = min(self._few, self._round) * per_micro_batch
@@ -289,6 +293,10 @@ class _Run:
 
         class Wrapper(FullyShardedDataParallel):
             def __init__(self, config: Any, ddp_config: Any, module: nn.Module, *rest: Any, **kwargs: Any) -> None:
+                for weight in quantized_weights(module, config) if this._format else ():
+                    weight.computes_quantized = True  # type: ignore[attr-defined]
+                    if this._recipe is not None:
+                        plan(weight, this._recipe)
                 this._drop_layers(module)
                 super().__init__(config, ddp_config, module, *rest, **kwargs)
                 this._engines.append(self.module.engine)
@@ -303,7 +311,7 @@ class _Run:
         for block in blocks:
             kept = []
             for layer in block.layers:
-                kind = type(layer).__name__, tuple(tuple(p.shape) for p in layer.parameters())
+                kind = kind_of(layer)
                 kinds[kind] = kinds.get(kind, 0) + 1
                 if kinds[kind] <= self._kept.get(kind, KEPT):
                     kept.append(layer)
@@ -388,6 +396,28 @@ class _Run:
             return _Attention.apply(self._recorder.entries, ring, *args[:3])  # query, key and value
         return attend(module, *args, **kwargs)
 
+    def add(self, cost: Cost) -> None:
+        """Record an operator."""
+        self._recorder.add(cost)
+
+    def quantized(self, weight: Any, *inputs: torch.Tensor) -> AbstractContextManager[None]:
+        """Where a linear layer computes, in 8 or 4 bits if it does so with this weight."""
+        if not getattr(weight, "computes_quantized", False):
+            return nullcontext()
+        cast = inputs if isinstance(weight, PlannedWeight) else (*inputs, weight)
+        return self._recorder.quantized(self._format, weight, *cast)
+
+    def _compute_linear(self, compute: Callable[..., Any], module: Any, input: Any, weight: Any, **kwargs: Any) -> Any:  # noqa: A002
+        with self.quantized(weight, input):
+            result = compute(module, input=input, weight=weight, **kwargs)
+        if result.grad_fn is not None:  # saved tensors are other objects
+            result.grad_fn.own_weight = weight
+        return result
+
+    def _backward_of_linear(self, compute: Callable[..., Any], ctx: Any, gradient: torch.Tensor) -> Any:
+        with self.quantized(getattr(ctx, "own_weight", None), gradient):
+            return compute(ctx, gradient)
+
     def _build_experts(self, build: Callable[..., Any], module: Any, number: int, *rest: Any, **kwargs: Any) -> None:
         """One expert with the weights of all, one below the other: grouped matmuls compute them together."""
         build(module, 1 if self._grouped else number, *rest, **kwargs)
@@ -412,7 +442,8 @@ class _Run:
 
         def grouped(layer: Any) -> Any:
             def forward(x: torch.Tensor, *unused: Any) -> tuple[torch.Tensor, None]:
-                return _Grouped.apply(self._recorder.entries, number, x, layer.weight), None
+                with self.quantized(layer.weight, x):
+                    return _Grouped.apply(self, number, x, layer.weight), None
 
             return mock.patch.object(layer, "forward", forward)
 
@@ -507,19 +538,20 @@ class _Grouped(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, entries: list[Any], number: int, tokens: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, run: _Run, number: int, tokens: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         result = tokens.new_empty(len(tokens), len(weights) // number)
         ctx.save_for_backward(tokens, weights)
-        ctx.entries, ctx.flops = entries, 2 * tokens.numel() * result.shape[1]
-        entries.append(_cost(ctx.flops, tokens, result, weights, kind="matmul"))
+        ctx.run, ctx.own_weight, ctx.flops = run, weights, 2 * tokens.numel() * result.shape[1]
+        run.add(_cost(ctx.flops, tokens, result, weights, kind="matmul"))
         return result
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         tokens, weights = ctx.saved_tensors
         made = [torch.empty_like(tensor) for tensor in (tokens, weights)]
-        for read, written in zip((weights, tokens), made, strict=True):
-            ctx.entries.append(_cost(ctx.flops, gradients[0], read, written, kind="matmul"))
+        with ctx.run.quantized(ctx.own_weight, gradients[0]):
+            for read, written in zip((weights, tokens), made, strict=True):
+                ctx.run.add(_cost(ctx.flops, gradients[0], read, written, kind="matmul"))
         return None, None, *made
 
 

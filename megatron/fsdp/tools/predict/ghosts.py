@@ -33,6 +33,7 @@ class Cost(NamedTuple):
         dtype: Of what it computes, such as "bfloat16".
         flops: Floating-point operations.
         bytes: Bytes that it reads and writes.
+        tensors: Number of tensors that it is for. A CPU takes one after the other.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Cost(NamedTuple):
     dtype: str
     flops: int
     bytes: int
+    tensors: int = 1
 
 
 def _cpu_attention(query: Any, key: Any, value: Any, *rest: Any, out_val: Any = None, **kwargs: Any) -> int:
@@ -69,6 +71,8 @@ _ITEM = aten._local_scalar_dense.default
 _EMPTY = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
 # More elements than this are not computed, whatever their dtype.
 MOST_COMPUTED = 1 << 26
+# A category of memory that does not count.
+NOWHERE = "nowhere"
 # Collectives of at most this many elements are issued with their values; of integers only, of more.
 SMALL, SMALL_INTEGERS = 1 << 12, 1 << 22
 
@@ -145,7 +149,7 @@ class Ghosts(TorchDispatchMode):
         return [memory for memory in dead if memory.born >= born]
 
     def _set(self, memory: Memory, nbytes: int) -> None:
-        if nbytes != memory.nbytes:
+        if nbytes != memory.nbytes and memory.category != NOWHERE:
             change, memory.nbytes = nbytes - memory.nbytes, nbytes
             self._on_memory(memory, change)
 
@@ -298,7 +302,8 @@ def _cost(packet: Any, args: tuple, kwargs: dict[str, Any], given: list[torch.Te
     kind = "memory" if count is None else "attention" if "attention" in name else "matmul"
     dtypes = [t.dtype for t in (*given, *made) if t.dtype.is_floating_point]
     dtype = min(dtypes, key=lambda d: d.itemsize) if dtypes else torch.int64
-    return Cost(name, kind, str(dtype).removeprefix("torch."), flops, size)
+    tensors = len(args[0]) if name.startswith("_foreach_") else 1
+    return Cost(name, kind, str(dtype).removeprefix("torch."), flops, size, tensors)
 
 
 def _communicated(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -67,6 +67,7 @@ class Device:
         message_seconds: Seconds of a core per message. 0 for a GPU.
         measured: Seconds of operators, measured, by "name dtype": pairs of work and seconds, sorted. Work is
             floating-point operations of matmuls and attention, and bytes of others.
+        slowdown: Factor of these within a step.
     """
 
     name: str
@@ -80,13 +81,15 @@ class Device:
     send_seconds: float = 0.0
     message_seconds: float = 0.0
     measured: dict[str, list[list[float]]] = field(default_factory=dict)
+    slowdown: float = 1.0
 
     def seconds(self, cost: Cost) -> float:
         """Time of an operator that nothing else slows down."""
         work = float(cost.bytes if cost.kind == "memory" else cost.flops)
         table = self.measured.get(f"{cost.name} {cost.dtype}") or self.measured.get(f"{cost.kind} {cost.dtype}")
         if table:
-            return _interpolated(table, work) + (0.0 if self.runs_ahead else self.launch)
+            alone = _interpolated(table, work) * self.slowdown
+            return alone + (0.0 if self.runs_ahead else self.launch * cost.tensors)
         moved = cost.bytes / (self.bandwidth * self.efficiency.get("memory", 1.0))
         if cost.kind == "memory":
             return self.launch + moved
@@ -183,6 +186,7 @@ SPEEDS = {
     "b200": (2250e12, 1125e12, 8e12, 900e9, 50e9, 8),
     "gb200": (2500e12, 1250e12, 8e12, 900e9, 50e9, 72),
 }
+FORMATS = ("float8", 2, (8, 9)), ("float4", 4, (10, 0))
 # Parts of the peaks that kernels reach: assumptions. docs/guide/doctor.md has what one GPU measured.
 EFFICIENCY = {"matmul": 0.7, "attention": 0.5, "memory": 0.8}
 
@@ -199,4 +203,6 @@ def cluster_of(name: str) -> Cluster:
         raise ValueError(f"expected one of {', '.join(SPEEDS)}, whose speeds are known; got {name!r}.")
     half, single, bandwidth, inside, between, per_host = SPEEDS[key]
     flops = {"bfloat16": half, "float16": half, "float32": single}
+    # With half the bits, tensor cores are twice as fast, from the compute capability on that has the format.
+    flops |= {name: half * times for name, times, least in FORMATS if memory.capability >= least}
     return Cluster(Device(key, memory, flops, bandwidth, EFFICIENCY, 4e-6), per_host, inside, between)

@@ -35,6 +35,7 @@ from megatron.fsdp.tools.estimate import AxisSizes, estimate_outline, outline, u
 from megatron.fsdp.tools.fit import comparison, with_overhead
 from megatron.fsdp.tools.predict import Calibration, Link, Prediction, Topology, calibrate, predict, search
 from megatron.fsdp.tools.predict.machine import SPEEDS, Cluster, cluster_of
+from megatron.fsdp.tools.predict.space import SETTINGS
 from megatron.fsdp.tools.progress import Progress
 from megatron.fsdp.tools.trace.spans import Row, UnitTimes
 from megatron.fsdp.tools.trace.timeline import Timeline
@@ -208,6 +209,9 @@ def _parser() -> argparse.ArgumentParser:
     goals = ("tokens_per_second", "memory")
     parser.add_argument("--goal", choices=goals, default=goals[0], help="of a command line (or tokens_per_second)")
     parser.add_argument("--seconds", type=float, default=600, help="most time to search a command line (or 600)")
+    parser.add_argument(
+        "--keep", default="", metavar="FLAGS", help="do not change these, as in fp8-format,micro-batch-size"
+    )
     parser.add_argument("--explain", action="store_true", help="say where the time of your command line or units goes")
     parser.add_argument("--model", help="file.py:function or module:function, or a Hugging Face config.json")
     parser.add_argument("--units", nargs="+", default=[], metavar="CLASS", help="classes of units (or the layers')")
@@ -281,6 +285,15 @@ def main() -> int:
     return 0 if any(choice.fits for of_ranks in choices for choice in of_ranks) else 3
 
 
+def _kept(names: str) -> list[str]:
+    """The flags that --keep names."""
+    keep = [f"--{flag.strip().lstrip('-')}" for flag in names.split(",") if flag.strip()]
+    varied = {flag: None for values in SETTINGS.values() for value in values for flag in value}
+    if not varied.keys() >= {*keep}:
+        raise ValueError(f"--keep {names}: expected some of {', '.join(varied).replace('--', '')}.")
+    return keep
+
+
 def _search_command(options: argparse.Namespace) -> int:
     """Search the settings of a command line, and print the best. Returns the exit code."""
     if options.machine is not None:
@@ -296,7 +309,7 @@ def _search_command(options: argparse.Namespace) -> int:
 
     cluster = _cluster(options, options.gpus)
     script_and_ranks = options.script, options.arguments, options.gpus
-    found = search.Search(*script_and_ranks, cluster, options.goal, options.seconds, show)
+    found = search.Search(*script_and_ranks, cluster, options.goal, options.seconds, show, _kept(options.keep))
     progress.start("predicting your command line")
     try:
         found.run()

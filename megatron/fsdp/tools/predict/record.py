@@ -21,7 +21,7 @@ from megatron.fsdp.comm.streams import Handle, Stream, Task
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron.fsdp.runtime import builder
 from megatron.fsdp.runtime.engine import Engine
-from megatron.fsdp.tools.predict.ghosts import Cost, Ghosts, Memory
+from megatron.fsdp.tools.predict.ghosts import NOWHERE, Cost, Ghosts, Memory
 from megatron.fsdp.tools.trace.recorder import Replacements
 
 
@@ -131,12 +131,14 @@ class Recorder:
     Attributes:
         entries: The list that is recorded into now.
         program: What the computation does.
+        matmuls: Dtype in which matmuls compute now; empty if in that of their tensors.
     """
 
     def __init__(self, backend: str, runs_ahead: bool) -> None:
         self.program: list[Any] = []
         self.entries = self.program
-        self.ghosts = Ghosts(self._operator, self._collective, self._change)
+        self.matmuls = ""
+        self.ghosts = Ghosts(self.add, self._collective, self._change)
         self._simulated = Simulated(backend, runs_ahead, self._stream)
         self._norm: Any = functional.rms_norm if backend == "gloo" else _norm
         self._streams: dict[str, Stream] = {}
@@ -174,8 +176,38 @@ class Recorder:
     def _stream(self, name: str) -> Stream:
         return self._streams.setdefault(name, _RecordedStream(self, name))
 
-    def _operator(self, cost: Cost) -> None:
-        self.entries.append(cost)
+    def add(self, cost: Cost) -> None:
+        """Record an operator."""
+        quantized = self.matmuls and cost.kind == "matmul"
+        self.entries.append(cost._replace(dtype=self.matmuls) if quantized else cost)
+
+    @contextmanager
+    def quantized(self, dtype: str, weight: torch.Tensor, *inputs: torch.Tensor) -> Iterator[None]:
+        """Let matmuls with a weight compute in a dtype of 8 or 4 bits within the context, once inputs are cast to it.
+
+        A cast writes values by rows and by columns. What autograd keeps of an activation are those by columns.
+        """
+        bits = int(dtype.removeprefix("float"))
+        for tensor in inputs:
+            self.add(Cost("cast", "memory", dtype, 0, tensor.nbytes + 2 * tensor.numel() * bits // 8))
+
+        def pack(tensor: torch.Tensor) -> Any:
+            if tensor.data_ptr() == weight.data_ptr():
+                return weight
+            return tensor.shape, tensor.dtype, torch.empty(tensor.numel() * bits // 8, dtype=torch.uint8)
+
+        def unpack(packed: Any) -> torch.Tensor:
+            if isinstance(packed, torch.Tensor):
+                return packed
+            with self.within(self.entries, NOWHERE):  # matmuls read the cast one
+                return torch.empty(packed[0], dtype=packed[1])
+
+        before, self.matmuls = self.matmuls, dtype
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+                yield
+        finally:
+            self.matmuls = before
 
     def _change(self, memory: Memory, change: int) -> None:
         self.entries.append(Change(memory, change))
@@ -332,3 +364,4 @@ class LabelledMemory:
             self._set(group.weights.main, "shards")
             for param in group.params:
                 self._set(param.main.grad, "gradients")
+                self._set(getattr(param.compute, "scales", None), "shards")

@@ -146,8 +146,7 @@ class Replays:
             if not (unit.children or unit.together):
                 module = model.get_submodule(unit.name)
                 layer = _Layer(module, unit.name, engine, module.forward)
-                shapes = tuple((tuple(p.shape), p.dtype, p.requires_grad) for p in module.parameters())
-                kind = self._setting, type(module).__name__, shapes
+                kind = self._setting, *kind_of(module)
                 module.forward = self._calls(layer, kind)
 
     def _calls(self, layer: _Layer, kind: Any) -> Callable[..., Any]:
@@ -532,6 +531,13 @@ def _sums(changes: list[_Bytes]) -> list[_Bytes]:
 def _only_computes(entries: list[Any]) -> bool:
     """Whether the engine has done nothing among some entries."""
     return all(isinstance(entry, Cost | Change | Mark | Message) for entry in entries)
+
+
+def kind_of(layer: nn.Module) -> tuple[Any, ...]:
+    """The properties of a layer that say what it does: its class, and those of its parameters."""
+    return type(layer).__name__, *(
+        (tuple(p.shape), p.dtype, p.requires_grad, getattr(p, "computes_quantized", False)) for p in layer.parameters()
+    )
 
 
 def _described(leaf: Any) -> Any:

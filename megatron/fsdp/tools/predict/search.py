@@ -131,6 +131,7 @@ class Search:
         goal: ``tokens_per_second``, or ``memory`` for the fewest bytes.
         seconds: No more candidates are begun after this time.
         on_found: Called with each candidate when it is known.
+        keep: Flags that are not changed.
 
     Attributes:
         combinations: Number of combinations that are estimated.
@@ -146,12 +147,13 @@ class Search:
         goal: str,
         seconds: float,
         on_found: Callable[[Candidate], None],
+        keep: Sequence[str] = (),
     ) -> None:
         self._evaluate = functools.partial(evaluate, script, world_size, cluster)
         self._own, self._end, self._on_found = tuple(arguments), time.monotonic() + seconds, on_found
         self._by_memory = goal == "memory"
-        starts: list[Change] = [{}, uneven(arguments, START)]
-        self._spaces = [Space(arguments, start, self._by_memory) for start in starts]
+        starts: list[Change] = [{}, uneven(arguments, {k: v for k, v in START.items() if k not in keep})]
+        self._spaces = [Space(arguments, start, self._by_memory, keep) for start in starts]
         self.combinations = sum(map(len, self._spaces))
         self.found: list[Candidate] = []
 

@@ -43,12 +43,20 @@ def _sizes(flag: str, sizes: Iterable[int], with_flag: str = "") -> list[Change]
     return [{flag: str(n), **({with_flag: ""} if with_flag else {})} if n > 1 else {flag: None} for n in sizes]
 
 
+def _formats(recipes: Iterable[str]) -> list[Change]:
+    """Computation in bf16, and in 8 bits."""
+    names = "--fp8-format", "--fp8-recipe", "--fp8-param-gather"
+    with_it: list[Change] = [dict(zip(names, ("hybrid", recipe, ""), strict=True)) for recipe in recipes]
+    return [dict.fromkeys(names), *with_it]
+
+
 def _instances(outer: str) -> list[Change]:
     """Numbers of groups of ranks, in each of which weights are sharded."""
     names = "--num-distributed-optimizer-instances", "--outer-dp-sharding-strategy"
     return [dict(zip(names, (str(n), outer), strict=True)) for n in (2, 4, 8, 16, 32)]
 
 
+EXPERTS = "--expert-model-parallel-size"
 # In the order in which new values are tried. The first flag of a setting has its size.
 SETTINGS: dict[str, list[Change]] = {
     "micro batch": [{"--micro-batch-size": str(n)} for n in (1, 2, 4, 8)],
@@ -57,11 +65,12 @@ SETTINGS: dict[str, list[Change]] = {
         recomputation("selective", modules="core_attn"),
         recomputation(None),
     ],
-    "expert parallelism": _sizes("--expert-model-parallel-size", (1, 2, 4, 8, 16, 32, 64)),
+    "expert parallelism": _sizes(EXPERTS, (1, 2, 4, 8, 16, 32, 64)),
     "groups of ranks": [dict.fromkeys(_instances("")[0]), *_instances("optim"), *_instances("no_shard")],
     "tensor parallelism": _sizes("--tensor-model-parallel-size", (1, 2, 4, 8), "--sequence-parallel"),
     "pipeline": _sizes("--pipeline-model-parallel-size", (1, 2, 4, 8, 16)),
     "context parallelism": _sizes("--context-parallel-size", (1, 2, 4, 8)),
+    "format": _formats(("tensorwise", "mxfp8")),
     "strategy": [
         {"--data-parallel-sharding-strategy": name} for name in ("optim", "optim_grads", "optim_grads_params")
     ],
@@ -76,15 +85,20 @@ def with_changes(arguments: Sequence[str], changes: Change) -> tuple[tuple[str, 
     return (tuple(found), differ) if differ else (tuple(arguments), {})
 
 
-def settings_of(arguments: Sequence[str]) -> dict[str, list[Change]]:
-    """The settings that can be varied in a command line, and their values."""
-    experts = any(word.partition("=")[0] == "--num-experts" for word in arguments)
-    found = {name: values for name, values in SETTINGS.items() if experts or name != "expert parallelism"}
-    return found | {"pipeline": [uneven(arguments, change) for change in found["pipeline"]]}
+def settings_of(arguments: Sequence[str], keep: Iterable[str] = ()) -> dict[str, list[Change]]:
+    """The settings that can be varied in a command line, and their values, but none that changes flags of ``keep``."""
+    kept = {*keep} | ({EXPERTS} if all(word.partition("=")[0] != "--num-experts" for word in arguments) else set())
+    found = {name: values for name, values in SETTINGS.items() if kept.isdisjoint(values[0])}
+    return {name: [uneven(arguments, change) for change in values] for name, values in found.items()}
 
 
 def uneven(arguments: Sequence[str], change: Change) -> Change:
-    """A number of pipeline stages, with fewer layers in the last one if the layers cannot be divided evenly."""
+    """A number of pipeline stages, with fewer layers in the last one if the layers cannot be divided evenly.
+
+    Other changes stay as they are.
+    """
+    if "--pipeline-model-parallel-size" not in change:
+        return change
     _, given = edited(arguments, {"--num-layers": None, "--pipeline-model-parallel-layout": None})
     layers, stages = int(given["--num-layers"] or 0), int(change["--pipeline-model-parallel-size"] or 1)
     last = None
@@ -146,14 +160,15 @@ class Space:
         arguments: The user's command line.
         start: Changes to it, which all combinations begin with. The first one has no others.
         by_memory: Whether the fewest bytes are wanted, instead of most tokens per second.
+        keep: Flags that are not changed.
 
     Attributes:
         shape: Number of values of each setting.
     """
 
-    def __init__(self, arguments: Sequence[str], start: Change, by_memory: bool) -> None:
+    def __init__(self, arguments: Sequence[str], start: Change, by_memory: bool, keep: Iterable[str] = ()) -> None:
         self._start, self._by_memory = start, by_memory
-        own, settings = with_changes(arguments, start)[0], settings_of(arguments)
+        own, settings = with_changes(arguments, start)[0], settings_of(arguments, keep)
         self._settings = [_Setting(name, own, values) for name, values in settings.items()]
         self.shape = [len(setting.values) for setting in self._settings]
         keys: dict[tuple[str, ...], int] = {}
@@ -271,24 +286,32 @@ class Space:
 
     def _estimates(self) -> list[torch.Tensor]:
         """Logarithms of what :func:`_amounts` returns, of every combination."""
-        rows = [self._row(place) for place in self._predicted]
-        known = [_amounts(*each, self._capacity) for each in self._predicted.values()]
-        x, y = torch.stack(rows), torch.tensor(known, dtype=torch.float64).log()
-        for column, divided in enumerate(self._divided, -1 - len(SHARDED_BY)):
-            y[:, column] -= torch.tensor([divided[place] for place in self._predicted])
+        known = {place: _amounts(*each, self._capacity) for place, each in self._predicted.items()}
+        # The last pipeline stage is not predicted if the first one does not fit.
+        timed = [place for place, (step, size) in self._predicted.items() if size <= self._capacity or not step.bubble]
+        count = len(self._divided) + 1
+        times = self._fitted({place: known[place][:-count] for place in timed or known})
+        sizes = {place: amounts[-count:] for place, amounts in known.items()}
+        for place, amounts in sizes.items():
+            amounts[:-1] = [a / math.exp(each[place]) for a, each in zip(amounts, self._divided, strict=False)]
+        *divided, rest = self._fitted(sizes)
+        return [*times, *map(operator.add, divided, self._divided), rest]
+
+    def _fitted(self, known: Mapping[Place, list[float]]) -> list[torch.Tensor]:
+        """Logarithms of each amount, of every combination, from those that are known."""
+        x = torch.stack([self._row(place) for place in known])
+        y = torch.tensor([*known.values()], dtype=torch.float64).log()
         mean = y.mean(0)
         factors = torch.linalg.solve(x.T @ x + self._ridge.diag(), x.T @ (y - mean))
         # What the factors leave over is a Gaussian process: combinations that are alike have much of it in common.
-        alike = torch.stack([self._alike[place] for place in self._predicted])
-        between = torch.tensor([[float(each[place]) for each in alike] for place in self._predicted]).double()
+        alike = torch.stack([self._alike[place] for place in known])
+        between = torch.tensor([[float(each[place]) for each in alike] for place in known]).double()
         left = torch.linalg.solve(between + NOISE * torch.eye(len(between)), y - mean - x @ factors)
         found = []
         for column, about, of_column in zip(factors.T, mean, left.T, strict=True):
             parts = [(features @ column).float() for features in self._features]
             own = torch.tensordot(of_column.float(), alike, 1)
             found.append(_outer(parts, torch.add) + float(column[0] + about) + own)
-        for column, divided in enumerate(self._divided, -1 - len(SHARDED_BY)):
-            found[column] += divided
         return found
 
     def _bubbles(self) -> float:
