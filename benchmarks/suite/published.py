@@ -6,9 +6,12 @@ Megatron, whose parallelism is the source's; weights are sharded by this engine 
 """
 
 import functools
+import json
+import subprocess
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,7 +26,6 @@ from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
 from megatron.fsdp.tools.devices import GIB
 from megatron.fsdp.tools.predict import Prediction, Topology, predict
 from megatron.fsdp.tools.predict.machine import cluster_of
-from megatron.fsdp.tools.script import CommandStep, prepare_megatron
 
 LLAMA = "KempnerInstitute/KempnerForge, docs/reference/benchmarks.md"
 FOUNDRY = "mosaicml/llm-foundry, scripts/train/benchmarking/README.md"
@@ -132,7 +134,8 @@ def _megatron() -> tuple[Published, ...]:
             Published(f"{job}, full recomputation", "seconds", seconds[0], KORTHIKANTI, (tensor, pipeline), full),
             Published(selective, "seconds", seconds[1], KORTHIKANTI, (tensor, pipeline), both),
             Published(job, "gib", gib[0], memory, (tensor, pipeline), without),
-            Published(selective, "gib", gib[1], memory, (tensor, pipeline), both),
+            # With few activations and one stage, memory has its peak when they are gone.
+            Published(selective, "gib", gib[1], memory, (tensor, pipeline), both if pipeline > 1 else None),
         )
     return tuple(figures)
 
@@ -209,19 +212,16 @@ def predicted_mfu(training: Training) -> float:
 
 
 @functools.cache
-def predicted_step(command: Command) -> CommandStep:
-    """A step of a command line."""
-    # These import Megatron.
-    from megatron.fsdp.tools.examine import examine
-    from megatron.fsdp.tools.predict.command import predict_stages
-
-    prepare_megatron()
-    words, cluster = [*COMMON.split(), *command.arguments.split()], cluster_of(command.gpu)
-    report = examine(SCRIPT, words, command.ranks, None, cluster.device.memory, ends=True)
-    found = predict_stages(SCRIPT, words, report, cluster).step if report.accepted else report.refusal
-    if not isinstance(found, CommandStep):
-        raise NotImplementedError(found or [limit.setting for limit in report.limits])
-    return found
+def predicted_step(command: Command) -> dict[str, Any]:
+    """A step of a command line, as the doctor prints it."""
+    doctor = [sys.executable, "-m", "megatron.fsdp.tools.doctor", "--json", "--gpu", command.gpu, "--world-size"]
+    words = [*doctor, str(command.ranks), str(SCRIPT), *COMMON.split(), *command.arguments.split()]
+    printed = subprocess.run(words, capture_output=True, text=True, cwd=SCRIPT.parent).stdout
+    report: dict[str, Any] = json.loads(printed)
+    step = report.get("step")
+    if not isinstance(step, dict):
+        raise NotImplementedError(step or report["refusal"] or report["limits"])
+    return step
 
 
 def predicted(figure: Published) -> dict[str, float]:
@@ -231,11 +231,12 @@ def predicted(figure: Published) -> dict[str, float]:
         return {"mfu": mfu, "published_mfu": figure.value}
     assert figure.training is not None, "the figure has a training"
     step = predicted_step(figure.training)
+    mfu, seconds = step["mfu"], step["seconds"]
     if figure.quantity == "gib":
-        return {"gib": (step.peak["activations"] + step.peak.get("logits", 0)) / GIB}
+        return {"gib": (step["peak"]["activations"] + step["peak"].get("logits", 0)) / GIB}
     if figure.quantity == "mfu":
-        return {"mfu": step.mfu, "published_mfu": figure.value}
-    return {"seconds": step.seconds, "mfu": step.mfu, "published_mfu": step.mfu * step.seconds / figure.value}
+        return {"mfu": mfu, "published_mfu": figure.value}
+    return {"seconds": seconds, "mfu": mfu, "published_mfu": mfu * seconds / figure.value}
 
 
 def run(options: Options) -> list[Case]:

@@ -97,7 +97,9 @@ def test_an_unknown_gpu_lists_the_known(
 def test_a_network_and_hosts_of_ones_own(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     seen: list[Cluster] = []
 
-    def evaluated(script: Path, world_size: int, cluster: Cluster, each: search.Candidate) -> search.Candidate:
+    def evaluated(
+        script: Path, world_size: int, cluster: Cluster, each: search.Candidate, slowest: float
+    ) -> search.Candidate:
         seen.append(cluster)
         return dataclasses.replace(each, refusal="no")
 
@@ -140,7 +142,9 @@ def test_flags_of_a_command_line_are_replaced() -> None:
     assert with_changes(alone, settings_of(alone)["tensor parallelism"][0])[1] == {}
 
 
-def _evaluated(script: Path, world_size: int, cluster: Cluster, each: search.Candidate) -> search.Candidate:
+def _evaluated(
+    script: Path, world_size: int, cluster: Cluster, each: search.Candidate, slowest: float = 0.0
+) -> search.Candidate:
     """Tensor parallelism and recomputation save memory and take time; larger micro-batches do the opposite."""
     words = dict(zip(each.arguments, (*each.arguments[1:], ""), strict=True))
     batch, tensor = int(words["--micro-batch-size"]), int(words.get("--tensor-model-parallel-size", 1))
@@ -263,7 +267,9 @@ def test_the_last_of_uneven_stages_has_fewer_layers(layers: int, stages: int, la
 def test_what_is_estimated_to_be_too_slow_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """HSDP does not fit alone. With tensor parallelism it does, which computes more slowly than ten others train."""
 
-    def evaluated(script: Path, world_size: int, cluster: Cluster, each: search.Candidate) -> search.Candidate:
+    def evaluated(
+        script: Path, world_size: int, cluster: Cluster, each: search.Candidate, slowest: float
+    ) -> search.Candidate:
         slow = "--tensor-model-parallel-size" in each.arguments
         large = "--num-distributed-optimizer-instances" in each.arguments
         step = CommandStep(1.0 + 2 * slow, 0.0, 1 / (1.0 + 2 * slow), 0.5, {"unshard": 0.1}, {}, "")
@@ -296,7 +302,9 @@ def test_a_line_that_does_not_start_is_an_error(
     """Even if the search's other start was predicted before."""
     started = threading.Event()
 
-    def evaluated(script: Path, world_size: int, cluster: Cluster, each: search.Candidate) -> search.Candidate:
+    def evaluated(
+        script: Path, world_size: int, cluster: Cluster, each: search.Candidate, slowest: float
+    ) -> search.Candidate:
         if each.changes:
             started.set()
             return _evaluated(script, world_size, cluster, each)

@@ -18,14 +18,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import tests.unit_tests.test_memory as measured_memory
-from benchmarks import model, planner
+from benchmarks import model
 from benchmarks.suite.gpu import MODELS
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.mcore.cpu.replacements import storage_copier
 from megatron.fsdp.module import ShardedModel
 from megatron.fsdp.optim.hooks import attach_optimizer
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
-from megatron.fsdp.tools import recipes
 from megatron.fsdp.tools.estimate import AxisSizes, estimate_outline, outline, usage
 from megatron.fsdp.tools.predict import (
     Device,
@@ -39,7 +38,6 @@ from megatron.fsdp.tools.predict import (
     replay,
 )
 from megatron.fsdp.tools.predict.ghosts import Cost, Ghosts, Memory
-from megatron.fsdp.tools.predict.machine import cluster_of
 from megatron.fsdp.tools.predict.play import Simulation
 from megatron.fsdp.tools.predict.record import Change, Mark, Message, Recorder, Wait, Work, fake_ranks
 from megatron.fsdp.tools.program import unit_classes
@@ -358,6 +356,26 @@ def test_sorted_values_are_their_own() -> None:
         assert values.argsort().tolist() == [0, 1, 2]
 
 
+def test_what_is_one_kernel_on_a_gpu_is_one_operator() -> None:
+    """It reads its arguments and writes its results, and what it makes in between takes no memory."""
+    recorder, x = Recorder("nccl", True), torch.zeros(1024, 64, requires_grad=True)
+    given, y = torch.zeros(8, 16, 64, requires_grad=True), torch.zeros(1024, 64)
+    with recorder.active():
+        recorder.as_one(lambda a: (a * 2 + 1).exp(), y)
+        functional_result = nn.functional.dropout(x, 0.1)
+        linear = torch.ops.aten._unsafe_view(y, (64, 1024))
+        none = nn.functional.dropout(given, 0.1, training=False)
+    assert none is given and linear.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
+    costs = [(entry.name, entry.bytes) for entry in recorder.program if isinstance(entry, Cost)]
+    assert costs == [("fused", 2 * y.nbytes), ("native_dropout", 2 * y.nbytes + y.numel())]
+    made = [entry.bytes for entry in recorder.program if isinstance(entry, Change) and entry.bytes > 0]
+    assert made[:3] == [y.nbytes, y.nbytes, y.numel()] and functional_result.shape == x.shape
+    cpu = Recorder("gloo", False)
+    with cpu.active():
+        nn.functional.dropout(x, 0.1)
+    assert sum(isinstance(entry, Cost) for entry in cpu.program) > 1
+
+
 def test_ghosts_gather_the_counts_of_many_experts() -> None:
     with fake_ranks(64), Ghosts(lambda cost: None, lambda *_: None, lambda *_: None):
         counts = torch.full((64 * 256,), -1)
@@ -371,66 +389,6 @@ def test_empty_tensors_take_no_time() -> None:
         torch.empty_like(torch.empty(4)).new_empty(8)
         torch.empty(4).zero_()
     assert [cost.name for cost in costs] == ["zero_"]
-
-
-class _Linear(torch.autograd.Function):
-    """Keeps its input and its weight, as Megatron's does."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        return torch.matmul(x, weight.t())
-
-
-def test_a_linear_layer_in_8_bits() -> None:
-    """Its matmuls do, what it keeps of its input does, and casts take time. Other matmuls do not."""
-    recorder, weight = Recorder("nccl", True), nn.Parameter(torch.zeros(512, 256, dtype=torch.bfloat16))
-    x = torch.zeros(1024, 256, dtype=torch.bfloat16, requires_grad=True)
-    with recorder.active():
-        with recorder.quantized("float8", weight, x):
-            result: Any = _Linear.apply(x, weight)
-        saved, own = result.grad_fn.saved_tensors
-        assert (saved.shape, saved.dtype) == (x.shape, x.dtype) and own.data_ptr() == weight.data_ptr()
-        result @ result.T
-    costs = [entry for entry in recorder.program if isinstance(entry, Cost)]
-    assert [(cost.name, cost.dtype) for cost in costs] == [*(("cast", "float8"), ("mm", "float8"), ("mm", "bfloat16"))]
-    assert costs[0].bytes == (2 + 1 + 1) * 1024 * 256
-    device = cluster_of("h100").device
-    slow, fast = (device.seconds(costs[1]._replace(dtype=dtype, bytes=0)) for dtype in ("bfloat16", "float8"))
-    assert slow - device.launch == pytest.approx(2 * (fast - device.launch))
-    changes = [entry for entry in recorder.program if isinstance(entry, Change)]
-    assert {change.bytes for change in changes[:2]} == {2 * 1024 * 512, 1024 * 256}  # the result, and what is kept
-    assert all(abs(change.bytes) != 2 * 1024 * 256 for change in changes)
-
-
-@pytest.mark.parametrize("recipe", [*recipes.FP8.values(), recipes.NVFP4], ids=lambda recipe: recipe.key)
-@pytest.mark.parametrize("zero", [1, 3])
-def test_quantized_weights_of_a_step(recipe: recipes.Recipe, zero: int) -> None:
-    """A predicted step holds what layouts say."""
-    config, axes = _config(zero), AxisSizes(4)
-
-    def build() -> nn.Module:
-        made = nn.Sequential(*(nn.Linear(256, 256, bias=False, dtype=torch.bfloat16) for _ in range(4)))
-        for parameter in made.parameters():
-            recipes.plan(parameter, recipe)
-        return made
-
-    found = predict(
-        build,
-        lambda: torch.zeros(4, 256, dtype=torch.bfloat16),
-        config=config,
-        units=[nn.Linear],
-        ranks=Topology(4),
-        device=cluster_of("b200").device,
-        link=Link("network", 1e9, 1e-5),
-        optimizer=lambda parameters: torch.optim.AdamW(parameters, foreach=False),
-    )
-    expected = estimate_outline(outline(build(), (nn.Linear,), config), config, axes, axes).total
-    first, peak = found.timeline[0].bytes, planner.largest_by_category(found)
-    assert first["shards"] + first["optimizer"] == pytest.approx(expected.resting, rel=0.01)
-    if zero == 3:
-        limit = config.max_unsharded_units or 1
-        assert peak["unsharded units"] <= (limit + 1) * expected.unsharded // 4
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="another operator without oneDNN")

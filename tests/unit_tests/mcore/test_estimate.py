@@ -9,11 +9,16 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks import planner
 from megatron.fsdp.buffers.parameter_group import ParameterGroup
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
 from megatron.fsdp.tools.estimate import AxisSizes, Estimate, estimate_outline, outline
 from megatron.fsdp.tools.examine import first_layers
+from megatron.fsdp.tools.predict import Link, Topology, predict
+from megatron.fsdp.tools.predict.ghosts import Cost
+from megatron.fsdp.tools.predict.machine import cluster_of
+from megatron.fsdp.tools.predict.record import Change, Recorder
 from megatron.fsdp.tools.recipes import FP8, NVFP4, Recipe, plan, recipe_of
 from megatron_fsdp import MegatronFSDP, fully_shard_model
 from tests.exchanges import seen
@@ -212,3 +217,64 @@ def test_weights_of_odd_shapes_are_planned_as_they_are() -> None:
 def test_the_recipe_follows_from_the_settings(settings: dict[str, Any], expected: Recipe | None) -> None:
     off = {"fp8": None, "fp8_param_gather": False, "fp4": None, "fp4_param_gather": False}
     assert recipe_of(SimpleNamespace(**{**off, "fp8_recipe": "delayed", "fp4_recipe": "nvfp4", **settings})) is expected
+
+
+class _Linear(torch.autograd.Function):
+    """Keeps its input and its weight, as Megatron's does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.matmul(x, weight.t())
+
+
+def test_a_linear_layer_in_8_bits() -> None:
+    """Its matmuls do, what it keeps of its input does, and casts take time. Other matmuls do not."""
+    recorder, weight = Recorder("nccl", True), nn.Parameter(torch.zeros(512, 256, dtype=torch.bfloat16))
+    x = torch.zeros(1024, 256, dtype=torch.bfloat16, requires_grad=True)
+    with recorder.active():
+        with recorder.quantized("float8", weight, x):
+            result: Any = _Linear.apply(x, weight)
+        saved, own = result.grad_fn.saved_tensors
+        assert (saved.shape, saved.dtype) == (x.shape, x.dtype) and own.data_ptr() == weight.data_ptr()
+        result @ result.T
+    costs = [entry for entry in recorder.program if isinstance(entry, Cost)]
+    assert [(cost.name, cost.dtype) for cost in costs] == [*(("cast", "float8"), ("mm", "float8"), ("mm", "bfloat16"))]
+    assert costs[0].bytes == (2 + 1 + 1) * 1024 * 256
+    device = cluster_of("h100").device
+    slow, fast = (device.seconds(costs[1]._replace(dtype=dtype, bytes=0)) for dtype in ("bfloat16", "float8"))
+    assert slow - device.launch == pytest.approx(2 * (fast - device.launch))
+    changes = [entry for entry in recorder.program if isinstance(entry, Change)]
+    assert {change.bytes for change in changes[:2]} == {2 * 1024 * 512, 1024 * 256}  # the result, and what is kept
+    assert all(abs(change.bytes) != 2 * 1024 * 256 for change in changes)
+
+
+@pytest.mark.parametrize("recipe", [*FP8.values(), NVFP4], ids=lambda recipe: recipe.key)
+@pytest.mark.parametrize("zero", [1, 3])
+def test_quantized_weights_of_a_step(recipe: Recipe, zero: int) -> None:
+    """A predicted step holds what layouts say."""
+    policy = MixedPrecisionPolicy(main_params_dtype=torch.float32)
+    config, axes = FSDPConfig(zero, mixed_precision_policy=policy), AxisSizes(4)
+
+    def build() -> nn.Module:
+        made = nn.Sequential(*(nn.Linear(256, 256, bias=False, dtype=torch.bfloat16) for _ in range(4)))
+        for parameter in made.parameters():
+            plan(parameter, recipe)
+        return made
+
+    found = predict(
+        build,
+        lambda: torch.zeros(4, 256, dtype=torch.bfloat16),
+        config=config,
+        units=[nn.Linear],
+        ranks=Topology(4),
+        device=cluster_of("b200").device,
+        link=Link("network", 1e9, 1e-5),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, foreach=False),
+    )
+    expected = estimate_outline(outline(build(), (nn.Linear,), config), config, axes, axes).total
+    first, peak = found.timeline[0].bytes, planner.largest_by_category(found)
+    assert first["shards"] + first["optimizer"] == pytest.approx(expected.resting, rel=0.01)
+    if zero == 3:
+        limit = config.max_unsharded_units or 1
+        assert peak["unsharded units"] <= (limit + 1) * expected.unsharded // 4

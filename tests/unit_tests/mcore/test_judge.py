@@ -1,5 +1,6 @@
 """Whether a command line fits, from predicted steps of its first and its last pipeline stage."""
 
+import importlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -78,6 +79,12 @@ def test_without_a_prediction_the_verdict_says_so(monkeypatch: pytest.MonkeyPatc
     found = command.judge(SCRIPT, [], report(), H100, 7 * GIB)
     assert "operator aten.unknown" in str(found.step) and found.verdict is not None
     assert found.verdict.text.startswith("without activations, fits: ")
+
+
+def test_functions_that_would_be_compiled_are_known() -> None:
+    module = importlib.import_module("megatron.core.fusions.fused_bias_swiglu")
+    found = [*command._compiled()]
+    assert {(module, "swiglu"), (module, "swiglu_back")} <= {*found} and (module, "bias_swiglu_impl") not in found
 
 
 @pytest.mark.parametrize("ranks", [1, 4])

@@ -6,6 +6,7 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable, Mapping
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -48,9 +49,17 @@ def takes_cpu_type(function: Callable[..., Any]) -> Callable[..., Any]:
     return with_cpu_type
 
 
+# Attribute of functions that would be compiled.
+COMPILED = "_fsdp_compiled"
+
+
 def unchanged(function: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Replace a compiling decorator, used with or without arguments: return the function unchanged."""
-    return function if function is not None else lambda decorated: decorated
+    """Replace a compiling decorator, used with or without arguments: return the function unchanged, but marked."""
+    if function is None:
+        return unchanged
+    if isinstance(function, FunctionType):
+        setattr(function, COMPILED, True)
+    return function
 
 
 class FakeClass(type):

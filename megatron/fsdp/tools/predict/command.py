@@ -12,10 +12,12 @@ import importlib
 import itertools
 import math
 import operator
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from pkgutil import resolve_name
+from types import FunctionType
 from typing import Any
 from unittest import mock
 
@@ -24,6 +26,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import adam
 
+from megatron.fsdp.mcore.cpu.torch_view import COMPILED
 from megatron.fsdp.tools.examine import become_rank, described, dry_run, has_fused_attention, keep_to_itself
 from megatron.fsdp.tools.fit import Situation, verdict
 from megatron.fsdp.tools.predict import Clock, moments
@@ -83,11 +86,17 @@ def judge(script: Path, arguments: Sequence[str], report: Report, cluster: Clust
 
 
 def predict_stages(
-    script: Path, arguments: Sequence[str], report: Report, cluster: Cluster, limit: float = math.inf
+    script: Path,
+    arguments: Sequence[str],
+    report: Report,
+    cluster: Cluster,
+    limit: float = math.inf,
+    slowest: float = 0.0,
 ) -> Report:
     """Predict a step of the first and the last pipeline stage: one has most micro-batches, the other has logits.
 
-    If the first needs more than ``limit`` bytes of the device, the last one does not matter.
+    If the first needs more than ``limit`` bytes of the device, or trains on less than ``slowest`` tokens per second,
+    the last one does not matter.
 
     Returns:
         The report of the one that holds more, with the time of the slower one.
@@ -98,13 +107,13 @@ def predict_stages(
     for each in ends:
         steps.append(predict_command(script, arguments, each, cluster))
         situations.append(_with_step(each, steps[-1]))
-        if situations[-1].total > limit:
+        if situations[-1].total > limit or steps[-1].tokens_per_second < slowest:
             break
-    slowest = max(steps, key=lambda each: each.seconds)
+    longest = max(steps, key=lambda each: each.seconds)
     fullest = max(range(len(steps)), key=lambda number: situations[number].total)
     best, step = ends[fullest], steps[fullest]
     best.situation = situations[fullest]
-    best.step = dataclasses.replace(slowest, peak=step.peak, module=step.module)
+    best.step = dataclasses.replace(longest, peak=step.peak, module=step.module)
     best.stages = report.stages
     return best
 
@@ -236,6 +245,7 @@ class _Run:
             for linear in (layers.ColumnParallelLinear, layers.RowParallelLinear):
                 replace(linear, "_forward_impl", self._compute_linear)
             replace(adam, "adam", _fused)
+            self._replace_kernels(replace)
             try:
                 run(script, arguments)
             except _Ended:
@@ -251,7 +261,8 @@ class _Run:
     def _validate(self, validate: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -> Any:
         self._fused = has_fused_attention(args)
         self._format = next((dtype for name, dtype in DTYPES.items() if getattr(args, name)), "")
-        self._recipe = recipe_of(args)  # both are switched off on a CPU
+        self._recipe = recipe_of(args)  # these are switched off on a CPU
+        self._kernels = {"softmax": args.masked_softmax_fusion, "rotary": args.apply_rope_fusion}
         keep_to_itself(args)
         args.fake_process_group = 1  # a dry run: True is refused
         args.init_model_with_meta_device = args.perform_initialization = False
@@ -396,6 +407,22 @@ class _Run:
             return _Attention.apply(self._recorder.entries, ring, *args[:3])  # query, key and value
         return attend(module, *args, **kwargs)
 
+    def _replace_kernels(self, replace: Callable[..., Any]) -> None:
+        """Record what is one kernel on a GPU as one operator."""
+        softmax: Any = resolve_name("megatron.core.fusions.fused_softmax:FusedScaleMaskSoftmax")
+        rotary: Any = importlib.import_module("megatron.core.models.common.embeddings.rope_utils")
+        replace(softmax, "forward", self._softmax)
+        replace(rotary, "_apply_rotary_pos_emb_bshd", self._rotary)
+        for owner, name in _compiled():
+            replace(owner, name, self._recorder.as_one)
+
+    def _softmax(self, compute: Callable[..., Any], module: Any, scores: torch.Tensor, *rest: Any) -> Any:
+        fused = self._kernels["softmax"]
+        return _Kernel.apply(self, scores, True) if fused else compute(module, scores, *rest)
+
+    def _rotary(self, compute: Callable[..., Any], x: torch.Tensor, *rest: Any, **kwargs: Any) -> Any:
+        return _Kernel.apply(self, x, False) if self._kernels["rotary"] else compute(x, *rest, **kwargs)
+
     def add(self, cost: Cost) -> None:
         """Record an operator."""
         self._recorder.add(cost)
@@ -531,6 +558,24 @@ def _pass_on(entries: list[Any], ring: dist.ProcessGroup, cost: Cost, *sent: tor
     entries.append(cost if ring.size() == 1 else message_of("ring", ring, size)._replace(meanwhile=(cost,)))
 
 
+class _Kernel(torch.autograd.Function):
+    """An operator on one tensor in one kernel, as far as memory goes. Its backward may need what it returns."""
+
+    @staticmethod
+    def forward(ctx: Any, run: _Run, given: torch.Tensor, keeps: bool) -> torch.Tensor:
+        result = torch.empty_like(given)
+        ctx.save_for_backward(*[result] * keeps)
+        ctx.run = run
+        run.add(_cost(0, given, result, kind="memory"))
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        made = torch.empty_like(gradients[0])
+        ctx.run.add(_cost(0, gradients[0], made, *ctx.saved_tensors, kind="memory"))
+        return None, made, None
+
+
 class _Grouped(torch.autograd.Function):
     """A linear layer per expert, as far as memory and floating-point operations go.
 
@@ -553,6 +598,15 @@ class _Grouped(torch.autograd.Function):
             for read, written in zip((weights, tokens), made, strict=True):
                 ctx.run.add(_cost(ctx.flops, gradients[0], read, written, kind="matmul"))
         return None, None, *made
+
+
+def _compiled() -> Iterator[tuple[Any, str]]:
+    """Functions of Megatron that torch.compile makes one kernel of, and the modules that have them."""
+    for path, module in [*sys.modules.items()]:
+        if path.startswith("megatron.core."):
+            for name, value in [*vars(module).items()]:
+                if isinstance(value, FunctionType) and hasattr(value, COMPILED):
+                    yield module, name
 
 
 def _fused(update: Callable[..., None], *args: Any, **kwargs: Any) -> None:

@@ -56,8 +56,8 @@ _ATTENTION = {
     aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _cpu_attention_backward,
 }
-# Operators that only change which memory a tensor has.
-_OF_STORAGE = {aten.set_, aten.resize_, aten.lift_fresh}
+# Operators that only change which memory a tensor has, or return the same.
+_OF_STORAGE = {aten.set_, aten.resize_, aten.lift_fresh, aten._unsafe_view}
 # Their integer results say where values lie: these are spread evenly. The place of the dimension among the arguments;
 # without one, it is the last dimension (for argmax, all of them).
 _CHOOSING = {aten.topk: 2, aten.argmax: 1, aten.sort: 1, aten.argsort: 1, aten.max: 1, aten.multinomial: None}
@@ -246,7 +246,7 @@ class Ghosts(TorchDispatchMode):
             )
         if cost is None:
             cost = _cost(packet, args, kwargs, given, result)
-            if key is not None and given and packet is not aten.masked_select:
+            if key is not None and packet is not aten.masked_select:
                 _KNOWN[key] = shapes, cost, inside
         if inside:
             memory = Memory("temporary", self.operators)

@@ -2,6 +2,7 @@
 
 import functools
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -121,6 +122,11 @@ def _norm(x: torch.Tensor, shape: Any, weight: Any = None, eps: float | None = N
     return functional.layer_norm(x, shape, weight, None, eps or 1e-6)
 
 
+def _dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    """Dropout in one operator that keeps a mask of bytes, as on a GPU. On a CPU it is several."""
+    return torch.native_dropout(x, p, True)[0] if training and p else x
+
+
 class Recorder:
     """Records a computation and its streams.
 
@@ -140,7 +146,8 @@ class Recorder:
         self.matmuls = ""
         self.ghosts = Ghosts(self.add, self._collective, self._change)
         self._simulated = Simulated(backend, runs_ahead, self._stream)
-        self._norm: Any = functional.rms_norm if backend == "gloo" else _norm
+        # What is one operator on a GPU.
+        self._on_gpu: dict[str, Any] = {} if backend == "gloo" else {"rms_norm": _norm, "dropout": _dropout}
         self._streams: dict[str, Stream] = {}
 
     @contextmanager
@@ -149,7 +156,7 @@ class Recorder:
         sends = {name: self._as_one(name, getattr(gloo, name)) for name in ("all_gather", "reduce_scatter")}
         with (
             mock.patch.multiple(SENDS, **sends),
-            mock.patch.object(functional, "rms_norm", self._norm),
+            mock.patch.dict(vars(functional), self._on_gpu),
             mock.patch.object(builder, "compare_values", lambda *unused: (False, False)),  # there are no values
             simulate(self._simulated),
             self.ghosts,
@@ -180,6 +187,21 @@ class Recorder:
         """Record an operator."""
         quantized = self.matmuls and cost.kind == "matmul"
         self.entries.append(cost._replace(dtype=self.matmuls) if quantized else cost)
+
+    def as_one(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function that is one kernel: it reads its arguments and writes its results."""
+        entries: list[Any] = []
+        with self.within(entries):
+            result = function(*args, **kwargs)
+        changes = Counter[Memory]()
+        for memory, size in (entry for entry in entries if isinstance(entry, Change)):
+            changes[memory] += size
+        self.entries += [Change(memory, size) for memory, size in changes.items() if size]
+        if costs := [entry for entry in entries if isinstance(entry, Cost)]:
+            tensors = torch.utils._pytree.tree_leaves((args, kwargs, result))
+            moved = sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
+            self.add(Cost("fused", "memory", costs[0].dtype, 0, moved))
+        return result
 
     @contextmanager
     def quantized(self, dtype: str, weight: torch.Tensor, *inputs: torch.Tensor) -> Iterator[None]:

@@ -75,8 +75,11 @@ class Candidate:
         return " ".join(words) or "your command line"
 
 
-def evaluate(script: Path, world_size: int, cluster: Cluster, candidate: Candidate) -> Candidate:
-    """Examine and predict a candidate, in a process that ran :func:`_start`."""
+def evaluate(script: Path, world_size: int, cluster: Cluster, candidate: Candidate, slowest: float = 0.0) -> Candidate:
+    """Examine and predict a candidate, in a process that ran :func:`_start`.
+
+    Fewer tokens per second than ``slowest`` do not need to be exact.
+    """
     from megatron.fsdp.tools.examine import described, examine
     from megatron.fsdp.tools.predict.command import predict_stages
 
@@ -89,7 +92,7 @@ def evaluate(script: Path, world_size: int, cluster: Cluster, candidate: Candida
     if report.config is not None and report.config.offload_optimizer:
         return dataclasses.replace(known, refusal="not predicted: offloading")
     try:
-        found = predict_stages(script, arguments, report, cluster, capacity)
+        found = predict_stages(script, arguments, report, cluster, capacity, slowest)
     except Exception as error:  # noqa: BLE001 - the other candidates stand
         return dataclasses.replace(known, refusal=f"not predicted: {described(error, script)}")
     assert isinstance(found.step, CommandStep) and found.situation is not None, "a step was predicted"
@@ -178,7 +181,9 @@ class Search:
             for number, pool in enumerate(pools):
                 others = [*self._spaces[number:], *self._spaces[:number]]
                 while sum(n == number for n, _, _ in pending.values()) < most and (chosen := self._choose(others)):
-                    pending[pool.submit(self._evaluate, self._candidate(*chosen))] = number, *chosen
+                    slowest = 0.0 if self._by_memory else math.exp(self._least(chosen[0]))
+                    future = pool.submit(self._evaluate, self._candidate(*chosen), slowest)
+                    pending[future] = number, *chosen
             if not pending or (self.own and self.own.refusal):
                 return
             seconds = max(self._end - time.monotonic(), 0) if self.own else None
