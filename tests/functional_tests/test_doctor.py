@@ -107,7 +107,7 @@ def test_a_step_in_8_bits() -> None:
     assert 0.95 * compute[0] > compute[1] > compute[2] > compute[0] / 2
     assert plain["peak"]["activations"] > computed["peak"]["activations"] == stored["peak"]["activations"]
     assert plain["communication"] == pytest.approx(computed["communication"], rel=1e-3)
-    assert stored["communication"] < 0.8 * plain["communication"]
+    assert stored["communication"] < 0.9 * plain["communication"]
     # Of four layers, the first and the last stay in bf16.
     units = [[step["units"][f"module.decoder.layers.{n}"]["compute"] for n in range(4)] for step in (plain, computed)]
     first, *middle, last = (low / high for high, low in zip(*units, strict=True))
