@@ -93,40 +93,6 @@ def test_a_step_of_a_command_line() -> None:
     assert less["peak"]["activations"] < found["peak"]["activations"] / 2 and less["seconds"] > found["seconds"]
 
 
-QUANTIZED = "--fp8-format hybrid --fp8-recipe tensorwise".split()
-LARGE = "--hidden-size 4096 --ffn-hidden-size 16384 --num-attention-heads 32 --seq-length 4096"
-
-
-def test_a_step_in_8_bits() -> None:
-    """Linear layers compute twice as fast and keep half of the bytes, and stored weights need no casts."""
-    words = [*WORDS, *LARGE.split(), "--max-position-embeddings", "4096", "--bf16", "--first-last-layers-bf16"]
-    changes: list[list[str]] = [[], QUANTIZED, [*QUANTIZED, "--fp8-param-gather"]]
-    found = [doctor("--gpu", "h100", *words, *change) for change in changes]
-    plain, computed, stored = (each["step"] for each in found)
-    compute = [each["step"]["seconds"] - sum(each["step"]["waits"].values()) for each in found]
-    assert 0.95 * compute[0] > compute[1] > compute[2] > compute[0] / 2
-    assert plain["peak"]["activations"] > computed["peak"]["activations"] == stored["peak"]["activations"]
-    assert plain["communication"] == pytest.approx(computed["communication"], rel=1e-3)
-    assert stored["communication"] < 0.9 * plain["communication"]
-    # Of four layers, the first and the last stay in bf16.
-    units = [[step["units"][f"module.decoder.layers.{n}"]["compute"] for n in range(4)] for step in (plain, computed)]
-    first, *middle, last = (low / high for high, low in zip(*units, strict=True))
-    assert first > 0.99 < last and max(middle) < 0.9
-    kept = stored["peak"]["shards"] + stored["peak"]["optimizer"]
-    assert kept == pytest.approx(found[2]["resting"], rel=0.02)
-
-
-def test_kernels_of_a_gpu_save_time() -> None:
-    words = [*WORDS, *LARGE.split(), "--max-position-embeddings", "4096", "--bf16", "--position-embedding-type", "rope"]
-    words += ["--transformer-impl", "local", "--attention-backend", "unfused", "--swiglu"]
-    flags: list[list[str]] = [[], ["--no-rope-fusion"], ["--no-masked-softmax-fusion"]]
-    one, *others = (doctor("--gpu", "h100", *words, *flag)["step"] for flag in flags)
-    assert all(other["seconds"] > 1.005 * one["seconds"] for other in others)
-    assert sum(others[1]["peak"].values()) > sum(one["peak"].values())
-    compiled = predicted_by("command._compiled = lambda: iter(())", *words)
-    assert compiled["seconds"] > 1.005 * one["seconds"]
-
-
 @pytest.mark.parametrize("chunks", [[], ["--num-layers-per-virtual-pipeline-stage", "1"]], ids=["1F1B", "interleaved"])
 def test_the_micro_batches_of_a_pipeline(chunks: list[str]) -> None:
     """Micro-batches beyond the first few are extrapolated: the same as when all of them run."""

@@ -34,7 +34,7 @@ BUDGETS = {
     "megatron/fsdp/init": 453,
     "megatron/fsdp/integrations": 561,
     "megatron/fsdp/mcore": 2_645,
-    "megatron/fsdp/mcore/cpu": 665,
+    "megatron/fsdp/mcore/cpu": 671,
     "megatron/fsdp/naming": 248,
     "megatron/fsdp/optim": 1_086,
     "megatron/fsdp/quantized": 299,
@@ -42,10 +42,10 @@ BUDGETS = {
     "megatron/fsdp/runtime": 2_743,
     "megatron/fsdp/sharding": 702,
     "megatron/fsdp/state": 743,
-    "megatron/fsdp/tools": 3_184,
-    "megatron/fsdp/tools/predict": 2_541,
+    "megatron/fsdp/tools": 3_224,
+    "megatron/fsdp/tools/predict": 2_720,
     "megatron_fsdp": 149,
-    "tests": 42_629,
+    "tests": 42_780,
 }
 
 # Phrases, as regular expressions, and the word that people of this field search for. A line may end at a space.

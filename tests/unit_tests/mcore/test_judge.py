@@ -13,7 +13,7 @@ from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.tools.devices import GIB
 from megatron.fsdp.tools.estimate import AxisSizes, estimate_outline, outline
 from megatron.fsdp.tools.fit import Situation, with_overhead
-from megatron.fsdp.tools.predict import command
+from megatron.fsdp.tools.predict import command, kernels
 from megatron.fsdp.tools.predict.machine import cluster_of
 from megatron.fsdp.tools.predict.record import Message, fake_ranks
 from megatron.fsdp.tools.report import Report
@@ -83,7 +83,7 @@ def test_without_a_prediction_the_verdict_says_so(monkeypatch: pytest.MonkeyPatc
 
 def test_functions_that_would_be_compiled_are_known() -> None:
     module = importlib.import_module("megatron.core.fusions.fused_bias_swiglu")
-    found = [*command._compiled()]
+    found = [*kernels.compiled()]
     assert {(module, "swiglu"), (module, "swiglu_back")} <= {*found} and (module, "bias_swiglu_impl") not in found
 
 
@@ -96,7 +96,7 @@ def test_context_parallel_ranks_attend_to_all_tokens(ranks: int) -> None:
     )
     entries: list[Any] = []
     with fake_ranks(ranks):
-        command._Attention.apply(entries, dist.group.WORLD, query, key, value).sum().backward()
+        kernels.Attention.apply(entries, dist.group.WORLD, query, key, value).sum().backward()
     costs = [entry.meanwhile[0] if isinstance(entry, Message) else entry for entry in entries]
     flops = heads * tokens * tokens * ranks * (channels + values)
     assert [cost.flops for cost in costs] == [flops, flops * 5 // 2]

@@ -12,12 +12,10 @@ import importlib
 import itertools
 import math
 import operator
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from pkgutil import resolve_name
-from types import FunctionType
 from typing import Any
 from unittest import mock
 
@@ -26,14 +24,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import adam
 
-from megatron.fsdp.mcore.cpu.torch_view import COMPILED
 from megatron.fsdp.tools.examine import become_rank, described, dry_run, has_fused_attention, keep_to_itself
 from megatron.fsdp.tools.fit import Situation, verdict
-from megatron.fsdp.tools.predict import Clock, moments
+from megatron.fsdp.tools.predict import Clock, kernels, moments
 from megatron.fsdp.tools.predict.ghosts import Cost
 from megatron.fsdp.tools.predict.machine import Cluster
 from megatron.fsdp.tools.predict.play import Simulation, in_program_order
-from megatron.fsdp.tools.predict.record import LabelledMemory, Mark, Recorder, message_of
+from megatron.fsdp.tools.predict.record import LabelledMemory, Mark, Recorder
 from megatron.fsdp.tools.predict.replay import Replays, kind_of
 from megatron.fsdp.tools.recipes import DTYPES, PlannedWeight, plan, quantized_weights, recipe_of
 from megatron.fsdp.tools.report import Report
@@ -244,7 +241,7 @@ class _Run:
             replace(layers.LinearWithGradAccumulationAndAsyncCommunication, "backward", self._backward_of_linear)
             for linear in (layers.ColumnParallelLinear, layers.RowParallelLinear):
                 replace(linear, "_forward_impl", self._compute_linear)
-            replace(adam, "adam", _fused)
+            replace(adam, "adam", kernels.one_adam)
             self._replace_kernels(replace)
             try:
                 run(script, arguments)
@@ -404,7 +401,7 @@ class _Run:
         if self._fused:
             groups: Any = importlib.import_module("megatron.core.parallel_state")
             ring = groups.get_context_parallel_group()
-            return _Attention.apply(self._recorder.entries, ring, *args[:3])  # query, key and value
+            return kernels.Attention.apply(self._recorder.entries, ring, *args[:3])  # query, key and value
         return attend(module, *args, **kwargs)
 
     def _replace_kernels(self, replace: Callable[..., Any]) -> None:
@@ -413,15 +410,15 @@ class _Run:
         rotary: Any = importlib.import_module("megatron.core.models.common.embeddings.rope_utils")
         replace(softmax, "forward", self._softmax)
         replace(rotary, "_apply_rotary_pos_emb_bshd", self._rotary)
-        for owner, name in _compiled():
+        for owner, name in kernels.compiled():
             replace(owner, name, self._recorder.as_one)
 
     def _softmax(self, compute: Callable[..., Any], module: Any, scores: torch.Tensor, *rest: Any) -> Any:
         fused = self._kernels["softmax"]
-        return _Kernel.apply(self, scores, True) if fused else compute(module, scores, *rest)
+        return kernels.Kernel.apply(self, scores, True) if fused else compute(module, scores, *rest)
 
     def _rotary(self, compute: Callable[..., Any], x: torch.Tensor, *rest: Any, **kwargs: Any) -> Any:
-        return _Kernel.apply(self, x, False) if self._kernels["rotary"] else compute(x, *rest, **kwargs)
+        return kernels.Kernel.apply(self, x, False) if self._kernels["rotary"] else compute(x, *rest, **kwargs)
 
     def add(self, cost: Cost) -> None:
         """Record an operator."""
@@ -470,7 +467,7 @@ class _Run:
         def grouped(layer: Any) -> Any:
             def forward(x: torch.Tensor, *unused: Any) -> tuple[torch.Tensor, None]:
                 with self.quantized(layer.weight, x):
-                    return _Grouped.apply(self, number, x, layer.weight), None
+                    return kernels.Grouped.apply(self, number, x, layer.weight), None
 
             return mock.patch.object(layer, "forward", forward)
 
@@ -519,104 +516,6 @@ def _per_unit(steps: list[StepRecorder]) -> dict[str, dict[str, float]]:
         before = units.get(unit, {})
         units[unit] = {name: before.get(name, 0.0) + time for name, time in times.parts.items()}
     return units
-
-
-class _Attention(torch.autograd.Function):
-    """Causal fused attention, as far as memory, messages and floating-point operations go.
-
-    Query, key and value are [tokens, batch, heads, channels], and the result is [tokens, batch, heads * channels]. With
-    context parallelism, keys and values are passed on in a ring while those that have arrived are attended to, and
-    equally many are left by the causal mask on all ranks.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, entries: list[Any], ring: dist.ProcessGroup, query: Any, key: Any, value: Any
-    ) -> torch.Tensor:
-        tokens, batch, heads, channels = query.shape
-        result = query.new_empty(tokens, batch, heads * value.shape[-1])
-        ctx.save_for_backward(query, key, value, result, query.new_empty(tokens, batch, heads, dtype=torch.float32))
-        ctx.entries, ctx.ring = entries, ring
-        # Two matmuls of tokens x tokens, of which a causal mask leaves half.
-        ctx.flops = batch * heads * tokens * key.shape[0] * ring.size() * (channels + value.shape[-1])
-        _pass_on(entries, ring, _cost(ctx.flops, query, key, value, result), key, value)
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        query, key, value, result, _ = ctx.saved_tensors
-        made = [torch.empty_like(tensor) for tensor in (query, key, value)]
-        # Five matmuls instead of two: the scores are computed again. Gradients of keys and values go with them.
-        cost = _cost(ctx.flops * 5 // 2, query, key, value, result, *made)
-        _pass_on(ctx.entries, ctx.ring, cost, key, value, *made[1:])
-        return None, None, *made
-
-
-def _pass_on(entries: list[Any], ring: dist.ProcessGroup, cost: Cost, *sent: torch.Tensor) -> None:
-    """Record attention, with what ranks send to the next one in its course."""
-    size = sum(tensor.nbytes for tensor in sent) * ring.size()
-    entries.append(cost if ring.size() == 1 else message_of("ring", ring, size)._replace(meanwhile=(cost,)))
-
-
-class _Kernel(torch.autograd.Function):
-    """An operator on one tensor in one kernel, as far as memory goes. Its backward may need what it returns."""
-
-    @staticmethod
-    def forward(ctx: Any, run: _Run, given: torch.Tensor, keeps: bool) -> torch.Tensor:
-        result = torch.empty_like(given)
-        ctx.save_for_backward(*[result] * keeps)
-        ctx.run = run
-        run.add(_cost(0, given, result, kind="memory"))
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        made = torch.empty_like(gradients[0])
-        ctx.run.add(_cost(0, gradients[0], made, *ctx.saved_tensors, kind="memory"))
-        return None, made, None
-
-
-class _Grouped(torch.autograd.Function):
-    """A linear layer per expert, as far as memory and floating-point operations go.
-
-    The experts' tokens are [all tokens, channels], and their weights [experts * results, channels].
-    """
-
-    @staticmethod
-    def forward(ctx: Any, run: _Run, number: int, tokens: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        result = tokens.new_empty(len(tokens), len(weights) // number)
-        ctx.save_for_backward(tokens, weights)
-        ctx.run, ctx.own_weight, ctx.flops = run, weights, 2 * tokens.numel() * result.shape[1]
-        run.add(_cost(ctx.flops, tokens, result, weights, kind="matmul"))
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        tokens, weights = ctx.saved_tensors
-        made = [torch.empty_like(tensor) for tensor in (tokens, weights)]
-        with ctx.run.quantized(ctx.own_weight, gradients[0]):
-            for read, written in zip((weights, tokens), made, strict=True):
-                ctx.run.add(_cost(ctx.flops, gradients[0], read, written, kind="matmul"))
-        return None, None, *made
-
-
-def _compiled() -> Iterator[tuple[Any, str]]:
-    """Functions of Megatron that torch.compile makes one kernel of, and the modules that have them."""
-    for path, module in [*sys.modules.items()]:
-        if path.startswith("megatron.core."):
-            for name, value in [*vars(module).items()]:
-                if isinstance(value, FunctionType) and hasattr(value, COMPILED):
-                    yield module, name
-
-
-def _fused(update: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Adam in one kernel, as on a GPU."""
-    update(*args, **{**kwargs, "foreach": False, "fused": True})
-
-
-def _cost(flops: int, *tensors: torch.Tensor, kind: str = "attention") -> Cost:
-    dtype = str(tensors[0].dtype).removeprefix("torch.")
-    return Cost(kind, kind, dtype, flops, sum(tensor.nbytes for tensor in tensors))
 
 
 def _gather_as_neighbours(
