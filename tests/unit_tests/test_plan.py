@@ -22,6 +22,7 @@ from megatron.fsdp.tools.predict import search
 from megatron.fsdp.tools.predict.plan import (
     Choice,
     Cluster,
+    _kept,
     audit,
     candidates,
     cluster_of,
@@ -321,6 +322,19 @@ def test_a_search_counts_tokens_per_second_and_not_per_step(monkeypatch: pytest.
     best = _search(monkeypatch, "--micro-batch-size 1 --fit 99 --tokens-per-batch").ordered()[0]
     assert best.step is not None and best.step.seconds == pytest.approx(1.1)
     assert best.step.tokens_per_second == pytest.approx(8 / 1.1)
+
+
+def test_kept_flags_are_not_varied(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = "--micro-batch-size 1 --fit 9"
+    assert _kept("fp8-format, --micro-batch-size") == ["--fp8-format", "--micro-batch-size"] and not _kept("")
+    with pytest.raises(ValueError, match="--keep fp9-format: expected some of micro-batch-size, recompute-"):
+        _kept("fp9-format")
+    assert settings_of(words.split()).keys() - settings_of(words.split(), ["--fp8-recipe"]) == {"format"}
+    _use_threads(monkeypatch, _evaluated)
+    kept = ["--micro-batch-size", "--data-parallel-sharding-strategy"]
+    found = search.Search(Path("train.py"), words.split(), 4, H100, "tokens_per_second", 60, lambda each: None, kept)
+    found.run()
+    assert len(found.found) > 1 and all({*kept}.isdisjoint(each.changes) for each in found.found)
 
 
 @pytest.mark.parametrize(("experts", "varies"), [("--num-experts 8", True), ("--num-experts=8", True), ("", False)])
