@@ -10,7 +10,7 @@ and Watson, 1964).
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -56,7 +56,6 @@ def _instances(outer: str) -> list[Change]:
     return [dict(zip(names, (str(n), outer), strict=True)) for n in (2, 4, 8, 16, 32)]
 
 
-EXPERTS = "--expert-model-parallel-size"
 # In the order in which new values are tried. The first flag of a setting has its size.
 SETTINGS: dict[str, list[Change]] = {
     "micro batch": [{"--micro-batch-size": str(n)} for n in (1, 2, 4, 8)],
@@ -65,7 +64,7 @@ SETTINGS: dict[str, list[Change]] = {
         recomputation("selective", modules="core_attn"),
         recomputation(None),
     ],
-    "expert parallelism": _sizes(EXPERTS, (1, 2, 4, 8, 16, 32, 64)),
+    "expert parallelism": _sizes("--expert-model-parallel-size", (1, 2, 4, 8, 16, 32, 64)),
     "groups of ranks": [dict.fromkeys(_instances("")[0]), *_instances("optim"), *_instances("no_shard")],
     "tensor parallelism": _sizes("--tensor-model-parallel-size", (1, 2, 4, 8), "--sequence-parallel"),
     "pipeline": _sizes("--pipeline-model-parallel-size", (1, 2, 4, 8, 16)),
@@ -85,19 +84,16 @@ def with_changes(arguments: Sequence[str], changes: Change) -> tuple[tuple[str, 
     return (tuple(found), differ) if differ else (tuple(arguments), {})
 
 
-def settings_of(arguments: Sequence[str], keep: Iterable[str] = ()) -> dict[str, list[Change]]:
-    """The settings that can be varied in a command line, and their values, but none that changes flags of ``keep``."""
-    kept = {*keep} | ({EXPERTS} if all(word.partition("=")[0] != "--num-experts" for word in arguments) else set())
-    found = {name: values for name, values in SETTINGS.items() if kept.isdisjoint(values[0])}
-    return {name: [uneven(arguments, change) for change in values] for name, values in found.items()}
+def settings_of(arguments: Sequence[str]) -> dict[str, list[Change]]:
+    """The settings that can be varied in a command line, and their values."""
+    experts = any(word.partition("=")[0] == "--num-experts" for word in arguments)
+    found = {name: values for name, values in SETTINGS.items() if experts or name != "expert parallelism"}
+    return found | {"pipeline": [uneven(arguments, change) for change in found["pipeline"]]}
 
 
 def uneven(arguments: Sequence[str], change: Change) -> Change:
-    """A number of pipeline stages, with fewer layers in the last one if the layers cannot be divided evenly.
-
-    Other changes stay as they are.
-    """
-    if "--pipeline-model-parallel-size" not in change:
+    """A number of pipeline stages, with fewer layers in the last one if the layers cannot be divided evenly."""
+    if "--pipeline-model-parallel-size" not in change:  # the user keeps it
         return change
     _, given = edited(arguments, {"--num-layers": None, "--pipeline-model-parallel-layout": None})
     layers, stages = int(given["--num-layers"] or 0), int(change["--pipeline-model-parallel-size"] or 1)
@@ -112,13 +108,14 @@ class _Setting:
 
     Attributes:
         name: As in ``SETTINGS``.
-        values: Changes to the line; none of them is its own value. Those whose size is closest come first.
+        values: Changes to the line; none of them is its own value. Those whose size is closest come first. None changes
+            flags to keep.
         states: Values of the setting's flags with each change; the first one is its size, if it has one.
         sizes: Those numbers, or 1.
         before: For each value, the place of the one to try before: the next one towards the line's own.
     """
 
-    def __init__(self, name: str, own: Sequence[str], values: Sequence[Change]) -> None:
+    def __init__(self, name: str, own: Sequence[str], values: Sequence[Change], keep: Set[str]) -> None:
         flags = dict.fromkeys(flag for value in values for flag in value)
         before = edited(own, flags)[1]
 
@@ -131,7 +128,8 @@ class _Setting:
         def distance(change: Change) -> float:
             return abs(math.log2(size(change) / size({})))
 
-        different = (value for value in values if with_changes(own, value)[1])
+        changed = ((value, with_changes(own, value)[1]) for value in values)
+        different = (value for value, changes in changed if changes and keep.isdisjoint(changes))
         self.name, self.values = name, [Change(), *sorted(different, key=distance)]
         self.states, self.sizes = [state(value) for value in self.values], [size(value) for value in self.values]
         self.before = [self._closer(number) for number in range(len(self.values))]
@@ -168,8 +166,8 @@ class Space:
 
     def __init__(self, arguments: Sequence[str], start: Change, by_memory: bool, keep: Iterable[str] = ()) -> None:
         self._start, self._by_memory = start, by_memory
-        own, settings = with_changes(arguments, start)[0], settings_of(arguments, keep)
-        self._settings = [_Setting(name, own, values) for name, values in settings.items()]
+        own, settings = with_changes(arguments, start)[0], settings_of(arguments)
+        self._settings = [_Setting(name, own, values, {*keep}) for name, values in settings.items()]
         self.shape = [len(setting.values) for setting in self._settings]
         keys: dict[tuple[str, ...], int] = {}
         rows = [[setting.features(number, keys) for number in range(len(setting.values))] for setting in self._settings]
