@@ -102,6 +102,7 @@ def test_uninstalling_restores_all_originals(monkeypatch: pytest.MonkeyPatch) ->
     # Not those of the CPU, which later tests need.
     names = ("megatron.fsdp.dtensor.torch_patches:TORCH", "megatron.fsdp.mcore.patches:MEGATRON")
     monkeypatch.setattr(helper, "TABLES", names)
+    helper.uninstall_all()  # an earlier test may have sharded a model
     before = {row: current(row) for table in helper.tables() for row in table.rows if row.applies}
     for table in helper.tables():
         table.install()
