@@ -31,6 +31,12 @@ from benchmarks.suite.prediction import (
 )
 from benchmarks.suite.published import FIGURES, Training, _predict, predicted_mfu
 from benchmarks.zoo import MODELS
+from megatron.fsdp.config import FSDPConfig
+from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
+from megatron.fsdp.tools import recipes
+from megatron.fsdp.tools.estimate import AxisSizes, estimate_outline, outline
+from megatron.fsdp.tools.predict import Link, Topology, predict
+from megatron.fsdp.tools.predict.machine import cluster_of
 
 SETTING = Setting(2, 1000, 0.1, "small", "fp32")
 
@@ -174,6 +180,37 @@ def test_published_figures_have_sources_and_are_listed_once() -> None:
 def test_a_few_layers_say_what_all_of_them_take() -> None:
     training = Training(Shape(64, 10, 4, 128), "h100", 4, 32, 1, recomputed=True)
     assert predicted_mfu(training) == pytest.approx(_predict(training, 10).mfu, rel=0.02)
+
+
+@pytest.mark.parametrize("recipe", [*recipes.FP8.values(), recipes.NVFP4], ids=lambda recipe: recipe.key)
+@pytest.mark.parametrize("zero", [1, 3])
+def test_quantized_weights_of_a_step(recipe: recipes.Recipe, zero: int) -> None:
+    """A predicted step holds what layouts say."""
+    policy = MixedPrecisionPolicy(main_params_dtype=torch.float32)
+    config, axes = FSDPConfig(zero, mixed_precision_policy=policy), AxisSizes(4)
+
+    def build() -> nn.Module:
+        made = nn.Sequential(*(nn.Linear(256, 256, bias=False, dtype=torch.bfloat16) for _ in range(4)))
+        for parameter in made.parameters():
+            recipes.plan(parameter, recipe)
+        return made
+
+    found = predict(
+        build,
+        lambda: torch.zeros(4, 256, dtype=torch.bfloat16),
+        config=config,
+        units=[nn.Linear],
+        ranks=Topology(4),
+        device=cluster_of("b200").device,
+        link=Link("network", 1e9, 1e-5),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, foreach=False),
+    )
+    expected = estimate_outline(outline(build(), (nn.Linear,), config), config, axes, axes).total
+    first, peak = found.timeline[0].bytes, planner.largest_by_category(found)
+    assert first["shards"] + first["optimizer"] == pytest.approx(expected.resting, rel=0.01)
+    if zero == 3:
+        limit = config.max_unsharded_units or 1
+        assert peak["unsharded units"] <= (limit + 1) * expected.unsharded // 4
 
 
 def test_the_program_that_delays_packets_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,13 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import planner
 from megatron.fsdp.buffers.parameter_group import ParameterGroup
 from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
 from megatron.fsdp.tools.estimate import AxisSizes, Estimate, estimate_outline, outline
 from megatron.fsdp.tools.examine import first_layers
-from megatron.fsdp.tools.predict import Link, Topology, predict
 from megatron.fsdp.tools.predict.ghosts import Cost
 from megatron.fsdp.tools.predict.machine import cluster_of
 from megatron.fsdp.tools.predict.record import Change, Recorder
@@ -247,34 +245,3 @@ def test_a_linear_layer_in_8_bits() -> None:
     changes = [entry for entry in recorder.program if isinstance(entry, Change)]
     assert {change.bytes for change in changes[:2]} == {2 * 1024 * 512, 1024 * 256}  # the result, and what is kept
     assert all(abs(change.bytes) != 2 * 1024 * 256 for change in changes)
-
-
-@pytest.mark.parametrize("recipe", [*FP8.values(), NVFP4], ids=lambda recipe: recipe.key)
-@pytest.mark.parametrize("zero", [1, 3])
-def test_quantized_weights_of_a_step(recipe: Recipe, zero: int) -> None:
-    """A predicted step holds what layouts say."""
-    policy = MixedPrecisionPolicy(main_params_dtype=torch.float32)
-    config, axes = FSDPConfig(zero, mixed_precision_policy=policy), AxisSizes(4)
-
-    def build() -> nn.Module:
-        made = nn.Sequential(*(nn.Linear(256, 256, bias=False, dtype=torch.bfloat16) for _ in range(4)))
-        for parameter in made.parameters():
-            plan(parameter, recipe)
-        return made
-
-    found = predict(
-        build,
-        lambda: torch.zeros(4, 256, dtype=torch.bfloat16),
-        config=config,
-        units=[nn.Linear],
-        ranks=Topology(4),
-        device=cluster_of("b200").device,
-        link=Link("network", 1e9, 1e-5),
-        optimizer=lambda parameters: torch.optim.AdamW(parameters, foreach=False),
-    )
-    expected = estimate_outline(outline(build(), (nn.Linear,), config), config, axes, axes).total
-    first, peak = found.timeline[0].bytes, planner.largest_by_category(found)
-    assert first["shards"] + first["optimizer"] == pytest.approx(expected.resting, rel=0.01)
-    if zero == 3:
-        limit = config.max_unsharded_units or 1
-        assert peak["unsharded units"] <= (limit + 1) * expected.unsharded // 4

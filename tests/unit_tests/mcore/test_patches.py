@@ -9,6 +9,7 @@ import types
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -36,8 +37,14 @@ def current(row: Patch) -> object:
     return vars(row.owner).get(row.attribute, getattr(row.owner, row.attribute))
 
 
+# Not those of the CPU, which later tests need.
+TABLES_OF_RUNS = ("megatron.fsdp.dtensor.torch_patches:TORCH", "megatron.fsdp.mcore.patches:MEGATRON")
+
+
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Any:
+    with mock.patch.object(helper, "TABLES", TABLES_OF_RUNS):
+        helper.uninstall_all()  # earlier tests may have sharded a model
     before = {row: current(row) for _, row in ROWS if row.applies}
     yield
     uninstall()
@@ -99,10 +106,7 @@ def test_the_tool_prints_every_name() -> None:
 
 
 def test_uninstalling_restores_all_originals(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Not those of the CPU, which later tests need.
-    names = ("megatron.fsdp.dtensor.torch_patches:TORCH", "megatron.fsdp.mcore.patches:MEGATRON")
-    monkeypatch.setattr(helper, "TABLES", names)
-    helper.uninstall_all()  # an earlier test may have sharded a model
+    monkeypatch.setattr(helper, "TABLES", TABLES_OF_RUNS)
     before = {row: current(row) for table in helper.tables() for row in table.rows if row.applies}
     for table in helper.tables():
         table.install()
