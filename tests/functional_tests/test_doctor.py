@@ -145,7 +145,7 @@ def test_repeated_layers_do_what_layers_do(replayed: dict[str, Any], name: str) 
         assert found["waits"] == pytest.approx(run["waits"], abs=1e-7)
         # With experts and full recomputation, the last layer's graph is freed earlier than Megatron's. In pipelines,
         # layers that are recorded and layers that are repeated do not meet all that the other ones have left.
-        tolerance = {"experts, full": 0.01, "experts, selective, pipeline": 0.03}.get(name, 1e-4)
+        tolerance = {"experts, full": 0.012, "experts, selective, pipeline": 0.035}.get(name, 1e-4)
         assert sum(found["peak"].values()) == pytest.approx(sum(run["peak"].values()), rel=tolerance)
 
 
@@ -188,8 +188,8 @@ def test_a_search_from_a_command_line() -> None:
     searched = ("--gpus", 8, "--gpu", "h100", "--seconds", 25, "--explain")
     output = printed(python("-m", "megatron.fsdp.tools.predict.plan", *searched, *words, "--recompute-num-layers", "1"))
     own = next(line for line in output.splitlines() if line.endswith("your command line"))
-    best = output.splitlines()[2]
-    assert float(best.split()[0]) < float(own.split()[0]) and "Seconds of your command line" in output
+    best, mine = (int(line.split()[1].replace(",", "")) for line in (output.splitlines()[2], own))  # tokens per second
+    assert best > mine and "Seconds of your command line" in output
     line = output.splitlines()[-1].removeprefix("The best: ").split()
     assert "full" not in line and doctor(*line)["accepted"]
 

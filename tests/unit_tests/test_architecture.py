@@ -45,7 +45,7 @@ BUDGETS = {
     "megatron/fsdp/tools": 3_224,
     "megatron/fsdp/tools/predict": 2_720,
     "megatron_fsdp": 149,
-    "tests": 42_780,
+    "tests": 42_790,
 }
 
 # Phrases, as regular expressions, and the word that people of this field search for. A line may end at a space.
