@@ -340,8 +340,8 @@ def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
 
 
 def _is_real(value: Any) -> bool:
-    """Whether a tensor has floating-point numbers, which are not computed."""
-    return value.dtype.is_floating_point or value.dtype.is_complex
+    """Whether a tensor has floating-point numbers, also as bytes of quantized weights, which are not computed."""
+    return value.dtype.is_floating_point or value.dtype.is_complex or value.dtype == torch.uint8
 
 
 def _key(values: Iterable[Any]) -> tuple[Any, ...]:
