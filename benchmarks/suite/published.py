@@ -91,7 +91,7 @@ class Published:
         value: The figure.
         source: Where it was published.
         parallel: Tensor and pipeline parallel size.
-        training: What is predicted.
+        training: What is predicted; None: nothing.
     """
 
     job: str

@@ -347,6 +347,14 @@ def test_equal_operators_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> 
     assert [packet.__name__ for packet in looked] == ["empty", "empty", "mm", "relu_", "mm"]
 
 
+def test_bytes_of_quantized_weights_are_not_computed() -> None:
+    """They would get pages: gigabytes in a large model."""
+    planes = torch.ones(8, dtype=torch.uint8)
+    with Ghosts(lambda cost: None, lambda *_: None, lambda *_: None):
+        planes.zero_()
+    assert planes.tolist() == [1] * 8
+
+
 def test_sorted_values_are_their_own() -> None:
     with Ghosts(lambda cost: None, lambda *_: None, lambda *_: None):
         values = torch.tensor([3, 1, 2])

@@ -95,8 +95,10 @@ def _cases(dtype: torch.dtype, device: torch.device) -> Iterator[Callable[[], An
         yield lambda x=x, y=y: aten.bmm(x, y)  # type: ignore[misc]
     for size in _SIZES:
         yield from _elementwise(make, size)
-    for length in (64, 256, 1024, 2048) if device.type == "cpu" else (128, 512, 4096):
-        q = make(*(1, 4) if device.type == "cpu" else (2, 8), length, 32 if device.type == "cpu" else 64)
+    on_cpu, on_gpu = ((1, 4), (64, 256, 1024, 2048), 32), ((2, 8), (128, 512, 4096), 64)
+    heads, lengths, channels = on_cpu if device.type == "cpu" else on_gpu
+    for length in lengths:
+        q = make(*heads, length, channels)
         yield lambda q=q: functional.scaled_dot_product_attention(q, q, q, is_causal=True)  # type: ignore[misc]
         if device.type != "cpu":
             continue  # predictions name the CPU's backward
