@@ -77,19 +77,24 @@ def predicted_by(change: str, *words: str) -> Any:
     return json.loads(printed(ended))["step"]
 
 
-def test_a_step_of_a_command_line() -> None:
+@pytest.mark.parametrize("layers", ["5", "7", "10"])
+def test_the_layers_of_a_command_line(layers: str) -> None:
     """Layers beyond the first few are extrapolated: the same as when all of them run."""
-    words = [*WORDS, "--num-layers", "10", "--tensor-model-parallel-size", "2", "--bf16"]
+    words = [*WORDS, "--num-layers", layers, "--tensor-model-parallel-size", "2", "--bf16"]
     predicted = doctor("--gpu", "h100", *words)
-    full = predicted_by("command.KEPT = 99", *words)
+    full = predicted_by("command.MORE = 99", *words)
     found, moved = predicted["step"], {name: size for name, size in full["peak"].items() if size > 1000}
     assert found["seconds"] == pytest.approx(full["seconds"], rel=0.01)
     assert {name: found["peak"][name] for name in moved} == pytest.approx(moved, rel=0.01)
     assert found["mfu"] == pytest.approx(full["mfu"], rel=0.01) and 0 < found["mfu"] < 1
     # What stays between steps is what the report counts from shapes.
     assert found["peak"]["shards"] + found["peak"]["optimizer"] == pytest.approx(predicted["resting"], rel=0.02)
+
+
+def test_recomputation_of_a_command_line() -> None:
+    found = doctor("--gpu", "h100", *WORDS, "--bf16")["step"]
     recomputed = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
-    less = doctor("--gpu", "h100", *words, *recomputed)["step"]
+    less = doctor("--gpu", "h100", *WORDS, "--bf16", *recomputed)["step"]
     assert less["peak"]["activations"] < found["peak"]["activations"] / 2 and less["seconds"] > found["seconds"]
 
 
@@ -97,7 +102,7 @@ def test_a_step_of_a_command_line() -> None:
 def test_the_micro_batches_of_a_pipeline(chunks: list[str]) -> None:
     """Micro-batches beyond the first few are extrapolated: the same as when all of them run."""
     words = [*WORDS, *"--pipeline-model-parallel-size 2 --global-batch-size 48 --bf16".split(), *chunks]
-    every = "command._Run._few = property(lambda run: run._micro_batches, lambda run, few: None)"
+    every = "command._Run._taken = property(lambda run: run._micro_batches, lambda run, taken: None)"
     found, full = doctor("--gpu", "h100", *words)["step"], predicted_by(every, *words)
     assert found["seconds"] == pytest.approx(full["seconds"], rel=0.01)
     assert found["peak"] == pytest.approx(full["peak"], rel=0.01)

@@ -7,7 +7,6 @@ data. One process without a GPU is enough for any number of ranks.
 import argparse
 import copy
 import importlib
-import inspect
 import os
 import re
 import traceback
@@ -48,6 +47,8 @@ LOGS: dict[str, Any] = {
 }
 # Tensors with at most this many elements are created on the requested device.
 SMALL = 1 << 12
+# Megatron's help texts of settings, by class.
+_HELP: dict[type, Any] = {}
 
 
 class _Examined(BaseException):
@@ -168,6 +169,7 @@ def dry_run(
     initialization: Any = importlib.import_module("megatron.fsdp.mcore.initialization")
     blocks: Any = importlib.import_module("megatron.core.transformer.transformer_block")
     groups: Any = importlib.import_module("megatron.core.parallel_state")
+    options: Any = importlib.import_module("megatron.training.argument_utils")
     with ExitStack() as stack:
 
         def replace(owner: Any, name: str, by: Callable[..., Any]) -> None:
@@ -179,7 +181,7 @@ def dry_run(
         replace(initialization, "record", lambda record, build, _: build())
         replace(dist, "new_group", _own_group)
         replace(groups, "create_group", _own_group)
-        replace(inspect, "getsource", _source)
+        replace(options.ArgumentGroupFactory, "_get_field_docstrings", _docstrings)
         replace(groups, "generate_masked_orthogonal_rank_groups", _rank_groups)
         replace(blocks, "build_module", first_layers(most))
         for name, value in LOGS.items():
@@ -227,10 +229,11 @@ def _rank_groups(generate: Callable[..., Any], world_size: int, sizes: list[int]
     return [[*group] for group in _generated(generate, world_size, tuple(sizes), tuple(mask))]
 
 
-@cache
-def _source(getsource: Callable[..., str], of: Any) -> str:
-    """Source code, of which Megatron's parser reads the same in every run."""
-    return getsource(of)
+def _docstrings(read: Callable[..., Any], factory: Any, of: type) -> Any:
+    """Help texts, for which Megatron's parser reads the same source code in every run."""
+    if of not in _HELP:
+        _HELP[of] = read(factory, of)
+    return _HELP[of]
 
 
 @cache

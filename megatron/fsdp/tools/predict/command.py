@@ -12,6 +12,7 @@ import importlib
 import itertools
 import math
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
@@ -36,10 +37,11 @@ from megatron.fsdp.tools.recipes import DTYPES, PlannedWeight, plan, quantized_w
 from megatron.fsdp.tools.report import Report
 from megatron.fsdp.tools.script import Change, CommandStep, edited, options_without, recomputation, run
 from megatron.fsdp.tools.trace.recorder import StepRecorder
-from megatron.fsdp.tools.trace.spans import Row, Span
+from megatron.fsdp.tools.trace.spans import RankTrace, Row
 
-# Layers of each kind that a run keeps: more than are unsharded at the same time.
-KEPT = 4
+# Layers of each kind that a run keeps: more than are unsharded at the same time. With a double buffer, layers differ by
+# turns, so another run has two more.
+KEPT, MORE = 4, 6
 # Templates of layers, which all runs of this process share.
 KNOWN: dict[Any, Any] = {}
 # Flags that change what is around layers, and not what layers do.
@@ -50,6 +52,8 @@ OF_SHARDING = (
     "--pipeline-model-parallel-size",
     "--decoder-last-pipeline-num-layers",
 )
+# Seconds of each unit by what takes them.
+Units = dict[str, dict[str, float]]
 # Kinds of communication, as the report calls them.
 WAITS = {"gather": "unshard", "reduction": "reduce"}
 
@@ -163,11 +167,11 @@ def predict_command(script: Path, arguments: Sequence[str], report: Report, clus
     found.go(script, arguments, report.world_size, rank)
     numbers = dict(found.numbers)
     for kind, count in found.counts.items():
-        if count > KEPT:
-            more = _Run(cluster, {kind: KEPT + 2}, behind)  # with a double buffer, layers differ by turns
+        if count > MORE:
+            more = _Run(cluster, {kind: MORE}, behind)
             more.go(script, arguments, report.world_size, rank)
             for name in numbers.keys() | more.numbers.keys():
-                each = (more.numbers.get(name, 0.0) - found.numbers.get(name, 0.0)) / 2
+                each = (more.numbers.get(name, 0.0) - found.numbers.get(name, 0.0)) / (MORE - KEPT)
                 numbers[name] = numbers.get(name, 0.0) + (count - KEPT) * each
     seconds = numbers["seconds"] + numbers["bubble"]
     return CommandStep(
@@ -206,7 +210,9 @@ class _Run:
         self._recorder = Recorder("nccl", runs_ahead=True)
         self._labels: list[LabelledMemory] = []
         self._engines: list[Any] = []
-        self._marks: list[tuple[Mark, Mark, list[StepRecorder]]] = []
+        self._ends: list[tuple[Mark, Mark]] = []  # of steps that have recorded no layer
+        self._backwards: list[Mark] = []
+        self._steps: list[StepRecorder] = []
         self.counts: dict[Any, int] = {}
         self.numbers: dict[str, float] = {}
         self.module = ""
@@ -227,7 +233,7 @@ class _Run:
         attention: Any = resolve_name("megatron.core.transformer.dot_product_attention:DotProductAttention")
         layers: Any = importlib.import_module("megatron.core.tensor_parallel.layers")
         experts: Any = resolve_name("megatron.core.transformer.moe.experts:SequentialMLP")
-        with ExitStack() as active, dry_run(self._wrapper(), lambda: max([KEPT, *self._kept.values()])) as replace:
+        with ExitStack() as active, dry_run(self._wrapper(), lambda: MORE) as replace:
             replace(validation, "validate_args", self._validate)
             replace(training, "setup_model_and_optimizer", functools.partial(self._set_up, training, active))
             replace(training, "build_train_valid_test_data_iterators", self._iterators)
@@ -277,10 +283,11 @@ class _Run:
         # and at most twice as many are in flight.
         interleaved = bool(args.virtual_pipeline_model_parallel_size)
         self._round = self._stages if interleaved else min(self._stages, 2)
-        self._few = min(self._micro_batches, 2 * self._stages if interleaved else max(1 + self._behind, self._round))
+        few = min(self._micro_batches, 2 * self._stages if interleaved else max(1 + self._behind, self._round))
+        self._taken = few + self._round * (self._micro_batches > few)
         self.tokens = self._micro_batches * per_micro_batch * args.seq_length
         self._per_micro_batch = per_micro_batch
-        args.global_batch_size = min(self._few, self._round) * per_micro_batch
+        args.global_batch_size = min(few, self._round) * per_micro_batch
         self._args = args
         return result
 
@@ -314,20 +321,23 @@ class _Run:
         return Wrapper
 
     def _drop_layers(self, module: nn.Module) -> None:
-        kinds: dict[Any, int] = {}
         blocks: list[Any] = [m for m in module.modules() if isinstance(getattr(m, "layers", None), nn.ModuleList)]
+        kinds = {layer: kind_of(layer) for block in blocks for layer in block.layers}
+        counts = Counter(kinds[layer] for block in blocks for layer in block.layers)
+        left = {kind: count if count <= MORE else self._kept.get(kind, KEPT) for kind, count in counts.items()}
         for block in blocks:
             kept = []
             for layer in block.layers:
-                kind = kind_of(layer)
-                kinds[kind] = kinds.get(kind, 0) + 1
-                if kinds[kind] <= self._kept.get(kind, KEPT):
+                left[kinds[layer]] -= 1
+                if left[kinds[layer]] >= 0:
                     kept.append(layer)
+            for parameter in (p for layer in {*block.layers} - {*kept} for p in layer.parameters()):
+                parameter.untyped_storage().resize_(0)  # what has built the layer still holds it
             block.layers = nn.ModuleList(kept)
             if hasattr(block, "num_layers_per_pipeline_rank"):
                 block.num_layers_per_pipeline_rank = len(kept)
         # Chunks of a stage are alike.
-        self.counts = {kind: max(count, self.counts.get(kind, 0)) for kind, count in kinds.items()}
+        self.counts = {kind: max(count, self.counts.get(kind, 0)) for kind, count in counts.items()}
 
     def _iterators(self, *unused: Any, **kwargs: Any) -> tuple[Any, None, None]:
         """Batches without data."""
@@ -354,26 +364,27 @@ class _Run:
         **kwargs: Any,
     ) -> Any:
         """The first step allocates state and records the plan, and the second one is the first to follow it."""
-        recorder, number = self._recorder, len(self._marks)
-        if number == 0:
+        recorder, is_first = self._recorder, not self._ends
+        if is_first:
             optimizer.step = functools.partial(self._update, optimizer.step)
-        if number > 0:  # one round of the pipeline more shows what a micro-batch adds
-            self._take_micro_batches(self._few + (number - 1) * self._round)
-        steps = [StepRecorder(engine, Clock(recorder)) for engine in self._engines] if number > 0 else []
+        else:
+            self._take_micro_batches(self._taken)
+        self._steps = [] if is_first else [StepRecorder(engine, Clock(recorder)) for engine in self._engines]
+        self._backwards.clear()
         recordings = self._replays.recordings
         begin = recorder.mark("forward")
-        for each in steps:
+        for each in self._steps:
             each.start()
         result = step(forward_step, iterator, model, optimizer, *rest, **kwargs)
-        for each in steps:
+        for each in self._steps:
             each.stop()
         for each in getattr(optimizer, "chained_optimizers", [optimizer]):
             for labels in self._labels:
                 labels.label(each.optimizer)
         self._replays.end_step()
         if recordings == self._replays.recordings:  # else the next one repeats them
-            self._marks.append((begin, recorder.mark(""), steps))
-        if len(self._marks) == (3 if self._micro_batches > self._few else 2):
+            self._ends.append((begin, recorder.mark("")))
+        if len(self._ends) == 2:
             raise _Ended
         return result
 
@@ -395,6 +406,7 @@ class _Run:
 
     def _backward(self, backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._labels[0].begin_backward()
+        self._backwards.append(self._recorder.mark())
         return backward(*args, **kwargs)
 
     def _attend(self, attend: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -479,43 +491,44 @@ class _Run:
     def _play(self) -> None:
         recorder, cluster = self._recorder, self._cluster
         Simulation(cluster.device, cluster.link_of, 1).play(recorder.program)
-        found = [self._measured(*marks) for marks in self._marks[1:]]
-        self.numbers = self._of_all_micro_batches(found[0], found[-1])
-        units = [_per_unit(steps) for _, _, steps in self._marks[1:]]
-        self.units = {unit: self._of_all_micro_batches(parts, units[-1][unit]) for unit, parts in units[0].items()}
-        per_micro_batch = found[0]["seconds"] / self._few
-        if len(found) > 1:
-            per_micro_batch = (found[1]["seconds"] - found[0]["seconds"]) / self._round
+        begin, end = self._ends[-1]
+        # Between two backwards, a round of the pipeline passes in its steady state. All rounds that the step lacks are
+        # as long.
+        lacking, per_round = (self._micro_batches - self._taken) / self._round, (begin, begin)
+        if lacking:
+            per_round = self._backwards[0], self._backwards[self._round * len(self._engines)]
+        traces = [step.trace(0) for step in self._steps]
+        self.numbers, self.units = _measured(begin, end, traces)
+        numbers, units = _measured(*per_round, traces)
+        self.numbers = {name: number + lacking * numbers[name] for name, number in self.numbers.items()}
+        for unit, parts in self.units.items():
+            self.units[unit] = {name: time + lacking * units[unit][name] for name, time in parts.items()}
+        per_micro_batch = numbers["seconds"] / self._round if lacking else (end.seconds - begin.seconds) / self._taken
         self.numbers["bubble"] = (self._stages - 1) / len(self._engines) * per_micro_batch
-        begin, end, _ = self._marks[-1]  # gradients are kept between micro-batches, if there are several
+        # Gradients are kept between micro-batches, if there are several.
         timeline = moments(in_program_order(recorder.program), begin.seconds, end.seconds)
         peak = max(timeline, key=lambda moment: moment.total)
         self.module = peak.module
         self.numbers |= {f"bytes {name}": float(size) for name, size in peak.bytes.items()}
 
-    def _of_all_micro_batches(self, few: dict[str, float], more: dict[str, float]) -> dict[str, float]:
-        """Numbers of a step with all micro-batches, from those of one with few, and of one with a round more."""
-        rounds = (self._micro_batches - self._few) / self._round
-        return {name: number + rounds * (more.get(name, 0.0) - number) for name, number in few.items()}
 
-    def _measured(self, begin: Mark, end: Mark, steps: list[StepRecorder]) -> dict[str, float]:
-        every: list[Span] = [span for step in steps for span in step.trace(0).spans]
-        spans = [span for span in every if span.row is Row.WAITS]
-        sent = [span for span in every if span.row in (Row.GATHERS, Row.REDUCTIONS)]
-        found = {"seconds": end.seconds - begin.seconds, "communication": sum(s.milliseconds for s in sent) / 1e3}
-        found |= {f"wait {name}": 0.0 for name in (*WAITS.values(), "other communication")}
-        for span in spans:
+def _measured(begin: Mark, end: Mark, traces: Sequence[RankTrace]) -> tuple[dict[str, float], Units]:
+    """Seconds between two moments: of everything, of waits and communication, and of each unit's parts."""
+    first, last = round(begin.seconds * 1e9), round(end.seconds * 1e9)
+    spans = (tuple(span for span in trace.spans if first <= span.start < last) for trace in traces)
+    within = [dataclasses.replace(trace, spans=own) for trace, own in zip(traces, spans, strict=True)]
+    found = {"seconds": end.seconds - begin.seconds, "communication": 0.0}
+    found |= {f"wait {name}": 0.0 for name in (*WAITS.values(), "other communication")}
+    for span in (span for trace in within for span in trace.spans):
+        if span.row is Row.WAITS:
             found[f"wait {WAITS.get(str(span.kind), 'other communication')}"] += span.milliseconds / 1e3
-        return found
-
-
-def _per_unit(steps: list[StepRecorder]) -> dict[str, dict[str, float]]:
-    """Seconds of each unit's parts in a step; the chunks of a stage have units of the same names."""
-    units: dict[str, dict[str, float]] = {}
-    for unit, times in (pair for step in steps for pair in step.trace(0).per_unit().items()):
-        before = units.get(unit, {})
+        elif span.row is not Row.COMPUTE:
+            found["communication"] += span.milliseconds / 1e3
+    units: Units = {}
+    for unit, times in (pair for trace in within for pair in trace.per_unit().items()):
+        before = units.get(unit, {})  # the chunks of a stage have units of the same names
         units[unit] = {name: before.get(name, 0.0) + time for name, time in times.parts.items()}
-    return units
+    return found, units
 
 
 def _gather_as_neighbours(
