@@ -27,6 +27,20 @@ def test_a_step_in_8_bits() -> None:
     assert kept == pytest.approx(found[2]["resting"], rel=0.02)
 
 
+def test_a_step_with_the_optimizer_on_the_host() -> None:
+    """A rank's shards are on the host, as the report counts it, and each step waits for copies and updates there."""
+    words = [*WORDS, "--bf16", "--hidden-size", "1024", "--ffn-hidden-size", "4096"]
+    offloaded = ["--optimizer-cpu-offload", "--use-precision-aware-optimizer"]
+    here, half, there = (
+        doctor("--gpu", "h100", *words, *more)
+        for more in ([], [*offloaded, "--optimizer-offload-fraction", "0.5"], offloaded)
+    )
+    seconds = [each["step"]["seconds"] for each in (here, half, there)]
+    kept = [each["step"]["peak"]["optimizer"] + each["step"]["peak"].get("shards", 0) for each in (here, half, there)]
+    assert seconds == sorted(seconds) and seconds[0] < 0.8 * seconds[2]
+    assert kept[0] > 1.2 * kept[1] > 12 * kept[2] and kept[1] == pytest.approx(half["resting"], rel=0.05)
+
+
 def test_kernels_of_a_gpu_save_time() -> None:
     words = [*WORDS, *LARGE.split(), "--max-position-embeddings", "4096", "--bf16", "--position-embedding-type", "rope"]
     words += ["--transformer-impl", "local", "--attention-backend", "unfused", "--swiglu"]

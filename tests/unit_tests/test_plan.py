@@ -17,8 +17,10 @@ import pytest
 import torch
 from torch import nn
 
+from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.tools.devices import GIB
-from megatron.fsdp.tools.predict import search
+from megatron.fsdp.tools.predict import Prediction, search
+from megatron.fsdp.tools.predict.ghosts import Cost, Ghosts
 from megatron.fsdp.tools.predict.plan import (
     Choice,
     Cluster,
@@ -35,7 +37,8 @@ from megatron.fsdp.tools.predict.plan import (
 from megatron.fsdp.tools.predict.space import Place, Space, settings_of, uneven, with_changes
 from megatron.fsdp.tools.script import Change, CommandStep
 from megatron.fsdp.tools.trace.timeline import Timeline
-from tests.models import Block, TinyModel
+from tests.models import FP32_GRADS, Block, TinyModel
+from tests.unit_tests import test_predict as small
 
 H100 = cluster_of("h100")
 
@@ -59,7 +62,7 @@ def test_choices_their_order_and_an_audit(tmp_path: Path) -> None:
         on_choice=seen.append,
         loss=lambda model, tokens: model(tokens).sum(),
     )
-    assert len(seen) == 6 and [c.name for c in seen][-2:] == ["HSDP 2 x 2", "hybrid FSDP 2 x 2"]
+    assert len(seen) == 7 and [c.name for c in seen][-2:] == ["HSDP 2 x 2", "hybrid FSDP 2 x 2"]
     assert [c.prediction.step_seconds for c in found] == sorted(c.prediction.step_seconds for c in seen)
     assert all(name in table(found) for name in ("optim_grads_params", "HSDP 2 x 2", "free"))
     predicted = found[0].prediction
@@ -82,7 +85,7 @@ def test_links_follow_the_hosts() -> None:
     assert (H100.link(8).bandwidth, H100.link(8, 8).bandwidth) == (H100.inside, H100.between)
     crossing = H100.link(64)
     assert crossing.bandwidth == 8 * H100.between and crossing.ranks_per_hop == 8
-    assert [axes.inner for *_, axes in candidates(64, 8)] == [64, 64, 64, 64, 8, 8, 16, 16, 32, 32]
+    assert [axes.inner for *_, axes in candidates(64, 8)] == [64, 64, 64, 64, 64, 8, 8, 16, 16, 32, 32]
 
 
 def test_an_unknown_gpu_lists_the_known(
@@ -250,7 +253,7 @@ def test_what_is_known_of_pipelines_is_estimated() -> None:
         place = places[tuple((change | strategy).items())]
         step, memory = _true_step(change | strategy | {"--micro-batch-size": "16"})
         assert step is not None
-        estimate = float(space.scores()[place])
+        estimate = float(space.scores(torch.tensor([place])))
         space.begin(place)
         space.note(place, step, memory, 675 * GIB)
         assert estimate == pytest.approx(space.score(step, memory), abs=tolerance)
@@ -286,6 +289,38 @@ def test_what_is_estimated_to_be_too_slow_is_left_out(monkeypatch: pytest.Monkey
     assert any("--tensor-model-parallel-size" in each for each in changes) and not any(both <= e for e in changes)
 
 
+def test_an_offloaded_optimizer_takes_time_and_no_memory_of_the_device() -> None:
+    """Gradients are copied to the host, which updates; each unshard copies weights back."""
+    h100 = H100.device
+
+    def step(offload: bool, pcie: float = 1e9, host: float = 1e9) -> Prediction:
+        device = dataclasses.replace(h100, offload={"PCIe": pcie, "host": host}, efficiency={})
+        return small._predict(
+            FSDPConfig(3, mixed_precision_policy=FP32_GRADS, offload_optimizer=offload), device=device
+        )
+
+    here, offloaded = step(False), step(True)
+    for name in ("optimizer", "shards"):
+        assert here.peak.bytes[name] > 1e6 and offloaded.peak.bytes.get(name, 0) < 1000  # numbers of steps
+    own = 4 * sum(parameter.numel() for parameter in small._model("plain").parameters()) / small.PAIR.size
+    copied = (step(True, pcie=5e8).step_seconds - offloaded.step_seconds) * 1e9 / own
+    updated = (step(True, host=5e8).step_seconds - offloaded.step_seconds) * 1e9 / own
+    assert 1.5 < copied < 3.1  # gradients, and weights in forward and backward, which overlap in part
+    assert updated > 7  # the weight, its gradient and two moments are read, and all but the gradient written
+    on_cpu = [small._predict(FSDPConfig(3, offload_optimizer=offload)) for offload in (False, True)]
+    assert on_cpu[0].step_seconds == pytest.approx(on_cpu[1].step_seconds, rel=0.02)
+    assert on_cpu[0].peak.total == on_cpu[1].peak.total
+
+
+def test_a_fused_optimizer_writes_weights_and_state() -> None:
+    costs: list[Cost] = []
+    with Ghosts(costs.append, lambda *unused: None, lambda *unused: None):
+        weight = torch.zeros(1000, requires_grad=True)
+        weight.grad = torch.zeros(1000)
+        torch.optim.AdamW([weight], fused=True).step()
+    assert [cost.bytes for cost in costs if cost.name == "_fused_adamw_"] == [pytest.approx(28_000, rel=0.01)]
+
+
 def test_a_row_of_the_table_has_speed_per_gpu_and_memory_by_category() -> None:
     peak = {"shards": GIB, "unsharded units": GIB, "activations": GIB, "logits": 2 * GIB, "temporary": GIB // 2}
     step = CommandStep(2.0, 0.5, 800.0, 0.5, {"unshard": 1.0}, peak, "decoder")
@@ -316,6 +351,28 @@ def test_a_line_that_does_not_start_is_an_error(
     monkeypatch.setattr(sys, "argv", ["plan", *f"--gpus 8 {__file__} --micro-batch-size 1 --fit 99".split()])
     assert main() == 1
     assert capsys.readouterr().out == "ERROR  no\n"
+
+
+def test_a_search_goes_on_if_a_process_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one does that the system kills for want of memory."""
+
+    def evaluated(
+        script: Path, world_size: int, cluster: Cluster, each: search.Candidate, slowest: float
+    ) -> search.Candidate:
+        if each.changes == {"--micro-batch-size": "2"}:
+            raise concurrent.futures.BrokenExecutor("killed")
+        return _evaluated(script, world_size, cluster, each)
+
+    made: list[int] = []
+    _use_threads(monkeypatch, evaluated)
+    worker = search._worker
+    monkeypatch.setattr(search, "_worker", lambda: made.append(1) or worker())
+    words = "--micro-batch-size 1 --fit 99".split()
+    found = search.Search(Path("train.py"), words, 4, H100, "tokens_per_second", 60, lambda each: None)
+    found.run()
+    (killed,) = [each for each in found.found if each.refusal == "not predicted: killed"]
+    assert killed.text == "--micro-batch-size 2" and len(made) == 1 + max(search.PROCESSES, 2)
+    assert len(found.ordered()) > 5
 
 
 def test_a_search_counts_tokens_per_second_and_not_per_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,11 +20,13 @@ class Simulated:
         backend: Name of the backend.
         runs_ahead: The host goes on while the device computes.
         stream: Returns the communication stream with a name.
+        host: Where offloaded main weights are made. Their tensors are on the CPU as all others.
     """
 
     backend: str
     runs_ahead: bool
     stream: Callable[[str], Any]
+    host: torch.device = HOST
 
 
 _simulated: list[Simulated] = []
@@ -134,6 +136,11 @@ def runs_ahead(device: torch.device) -> bool:
 def pins_memory(device: torch.device) -> bool:
     """True if host memory that ``device`` reads has to be pinned, so that copies do not block the host."""
     return runs_ahead(device) and not _simulated
+
+
+def offload_device() -> torch.device:
+    """Where offloaded main weights are."""
+    return _simulated[-1].host if _simulated else HOST
 
 
 def is_on_host(device: torch.device) -> bool:

@@ -95,7 +95,7 @@ class CommContext:
 
     def finish_offload(self) -> None:
         """Make the host wait for gradients that are copied to it. Does nothing without offload."""
-        if self.offloads and runs_ahead(self.device):
+        if self.offloads and pins_memory(self.device):
             torch.cuda.current_stream(self.device).synchronize()
 
     def join(self) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megatron.fsdp.buffers.parameter_group import ParameterGroup
 from megatron.fsdp.buffers.pool import FixedPool, HostPool, Pool
 from megatron.fsdp.buffers.quantizing import QuantizationBatch
-from megatron.fsdp.comm.backends import HOST, backend_of, compute_device, is_on_host
+from megatron.fsdp.comm.backends import HOST, backend_of, compute_device, is_on_host, offload_device
 from megatron.fsdp.comm.context import CommContext
 from megatron.fsdp.comm.journal import Channel, watch
 from megatron.fsdp.comm.process_groups import require_process_group
@@ -204,7 +204,7 @@ def build_engine(blueprint: Blueprint) -> Engine:
     blueprint = dataclasses.replace(blueprint, from_first=given)
     context = CommContext.of(
         device,
-        HOST if config.offload_optimizer else device,
+        offload_device() if config.offload_optimizer else device,
         blueprint.index.dense.dp_group,
         blueprint.channel,
         separate_unshards=blueprint.index.has_gather_group,

@@ -58,9 +58,12 @@ def test_the_fullest_stage_and_the_slowest_time_count(predicted: list[int]) -> N
     assert found.situation.total == with_overhead(8 * GIB) and predicted == [0, 1]
 
 
-def test_the_last_stage_does_not_matter_if_the_first_does_not_fit(predicted: list[int]) -> None:
-    command.predict_stages(SCRIPT, [], report(), H100, 7 * GIB)
-    assert predicted == [0]
+@pytest.mark.parametrize(("slowest", "stages"), [(0.9, [0, 1]), (1.1, [0])])
+def test_the_last_stage_does_not_matter_if_the_first_is_too_slow(
+    predicted: list[int], slowest: float, stages: list[int]
+) -> None:
+    command.predict_stages(SCRIPT, [], report(), H100, slowest)
+    assert predicted == stages
 
 
 def test_changes_of_activations_are_predicted(predicted: list[int]) -> None:

@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import importlib
 import itertools
-import math
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -91,13 +90,11 @@ def predict_stages(
     arguments: Sequence[str],
     report: Report,
     cluster: Cluster,
-    limit: float = math.inf,
     slowest: float = 0.0,
 ) -> Report:
     """Predict a step of the first and the last pipeline stage: one has most micro-batches, the other has logits.
 
-    If the first needs more than ``limit`` bytes of the device, or trains on less than ``slowest`` tokens per second,
-    the last one does not matter.
+    If the first trains on less than ``slowest`` tokens per second, the last one does not matter.
 
     Returns:
         The report of the one that holds more, with the time of the slower one.
@@ -108,7 +105,7 @@ def predict_stages(
     for each in ends:
         steps.append(predict_command(script, arguments, each, cluster))
         situations.append(_with_step(each, steps[-1]))
-        if situations[-1].total > limit or steps[-1].tokens_per_second < slowest:
+        if steps[-1].tokens_per_second < slowest:
             break
     longest = max(steps, key=lambda each: each.seconds)
     fullest = max(range(len(steps)), key=lambda number: situations[number].total)
@@ -121,9 +118,9 @@ def predict_stages(
 
 def _with_step(report: Report, step: CommandStep) -> Situation:
     """The situation of a stage with the bytes that a step adds to those of layouts."""
-    assert report.situation is not None and report.config is not None, "the command line was accepted"
-    as_run = dataclasses.replace(report.situation, config=dataclasses.replace(report.config, offload_optimizer=False))
-    return dataclasses.replace(report.situation, rest=sum(step.peak.values()) - as_run.of_layouts.total)
+    assert report.situation is not None, "the command line was accepted"
+    rest = sum(step.peak.values()) - report.situation.of_layouts.total
+    return dataclasses.replace(report.situation, rest=rest)
 
 
 def _with_fewer_activations(
@@ -272,9 +269,6 @@ class _Run:
         args.save = args.load = args.tensorboard_dir = args.rampup_batch_size = None
         args.exit_signal_handler = args.nccl_ub = args.manual_gc = False
         self._grouped = args.moe_grouped_gemm
-        # The memory of the state is counted by the layouts.
-        args.optimizer_cpu_offload, kept = False, args.optimizer_cpu_offload
-        args.use_precision_aware_optimizer = args.use_precision_aware_optimizer and not kept
         result = validate(args, *rest, **kwargs)
         per_micro_batch = args.micro_batch_size * args.data_parallel_size
         self._micro_batches = max((args.global_batch_size or per_micro_batch) // per_micro_batch, 1)

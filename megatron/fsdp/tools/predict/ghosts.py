@@ -29,7 +29,7 @@ class Cost(NamedTuple):
 
     Attributes:
         name: Name of the operator.
-        kind: "matmul", "attention" or "memory".
+        kind: "matmul", "attention" or "memory"; "host" for the host's memory, and "PCIe" for copies to it and from it.
         dtype: Of what it computes, such as "bfloat16".
         flops: Floating-point operations.
         bytes: Bytes that it reads and writes.
@@ -71,8 +71,9 @@ _ITEM = aten._local_scalar_dense.default
 _EMPTY = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
 # More elements than this are not computed, whatever their dtype.
 MOST_COMPUTED = 1 << 26
-# A category of memory that does not count.
-NOWHERE = "nowhere"
+# Categories of memory that does not count: the second one is the host's, which is allocated with this device.
+NOWHERE, ON_HOST = "nowhere", "host"
+HOST = torch.device("cpu", 0)
 # Collectives of at most this many elements are issued with their values; of integers only, of more.
 SMALL, SMALL_INTEGERS = 1 << 12, 1 << 22
 
@@ -119,6 +120,7 @@ class Ghosts(TorchDispatchMode):
         self._memory: dict[int, Memory] = {}
         self._last_sorted: dict[Any, Any] = {}  # values and results
         self._dead: list[Memory] = []
+        self._offloads = False
         self.category = "temporary"
         self.operators = 0
 
@@ -149,7 +151,7 @@ class Ghosts(TorchDispatchMode):
         return [memory for memory in dead if memory.born >= born]
 
     def _set(self, memory: Memory, nbytes: int) -> None:
-        if nbytes != memory.nbytes and memory.category != NOWHERE:
+        if nbytes != memory.nbytes and memory.category not in (NOWHERE, ON_HOST):
             change, memory.nbytes = nbytes - memory.nbytes, nbytes
             self._on_memory(memory, change)
 
@@ -214,18 +216,39 @@ class Ghosts(TorchDispatchMode):
         if kwargs.get("pin_memory"):
             kwargs = {**kwargs, "pin_memory": False}
         result, cost = self._result(func, packet, args, kwargs)
+        cost = self._on_host(cost, args, kwargs, result)
         for tensor in _tensors([result]):
             self.see(tensor)
         if packet not in _EMPTY:
             self._on_operator(cost)
         return result
 
+    def _on_host(self, cost: Cost, args: tuple, kwargs: dict[str, Any], result: Any) -> Cost:
+        """The cost of an operator, some of whose tensors may be in the host's memory. New ones are where others are.
+
+        Tensors without dimensions, which are numbers, count on neither side.
+        """
+        device = kwargs.get("device")
+        self._offloads = self._offloads or device == HOST
+        if not self._offloads:
+            return cost
+        given = {t.untyped_storage()._cdata: t for t in _tensors([*args, *kwargs.values()]) if t.dim()}
+        found = ((self._memory.get(key), tensor) for key, tensor in given.items())
+        there = [tensor for memory, tensor in found if memory is not None and memory.category == ON_HOST]
+        stays = len(there) == len(given) and device in (None, HOST)
+        if device == HOST or (there and stays):
+            for tensor in _tensors([result]):
+                self.memory_of(tensor.untyped_storage()).category = ON_HOST
+        if not there:
+            return cost
+        return cost._replace(kind="host") if stays else cost._replace(kind="PCIe", bytes=sum(t.nbytes for t in there))
+
     def _result(self, func: Any, packet: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, Cost]:
         """The results of an operator, and its cost. Shapes and cost are found once for equal arguments."""
         given = _tensors([*args, *kwargs.values()])
         if _is_computed(given, kwargs):
             result = self._sorted(func, args, kwargs) if packet is aten.sort else func(*args, **kwargs)
-            return result, _cost(packet, args, kwargs, given, result)
+            return result, _cost(func, args, kwargs, given, result)
         graph = packet in _RECURRENT and torch.is_grad_enabled()
         key: Any = (func, graph, _key(args), *kwargs, _key(kwargs.values()))
         try:
@@ -245,7 +268,7 @@ class Ghosts(TorchDispatchMode):
                 _made(shapes, _choices(packet, args, kwargs)) if given or _is_real(shapes) else func(*args, **kwargs)
             )
         if cost is None:
-            cost = _cost(packet, args, kwargs, given, result)
+            cost = _cost(func, args, kwargs, given, result)
             if key is not None and packet is not aten.masked_select:
                 _KNOWN[key] = shapes, cost, inside
         if inside:
@@ -291,12 +314,13 @@ def _shapes(func: Any, packet: Any, args: tuple, kwargs: dict[str, Any], given: 
         ) from error
 
 
-def _cost(packet: Any, args: tuple, kwargs: dict[str, Any], given: list[torch.Tensor], result: Any) -> Cost:
+def _cost(func: Any, args: tuple, kwargs: dict[str, Any], given: list[torch.Tensor], result: Any) -> Cost:
+    packet = func._overloadpacket
     count: Any = _ATTENTION.get(packet) or flop_counter.flop_registry.get(packet)
     flops = 0 if count is None else int(count(*args, **kwargs, out_val=result))
     read, made = given[1:] if packet in _GATHERING else given, _tensors([result])
-    # Operators in place write their first argument, a tensor or a list. Expanded tensors are read once.
-    written = made or _tensors(args[:1])
+    # Those that return nothing write arguments in place. Expanded tensors are read once.
+    written = made or _tensors(args[place] for place in _updated(func))
     size = sum(min(t.nbytes, t.untyped_storage().nbytes()) for t in (*read, *written))
     name = packet.__name__
     kind = "memory" if count is None else "attention" if "attention" in name else "matmul"
@@ -427,6 +451,13 @@ def allocated(call: Callable[[], Any]) -> tuple[Any, int]:
         events = [event for thread in profiler._disable_profiler_legacy() for event in thread]
     changes = [event.cpu_memory_usage() for event in events if event.kind() == "memory_alloc"]
     return result, max(itertools.accumulate(changes), default=0)
+
+
+@functools.cache
+def _updated(func: Any) -> list[int]:
+    """Places of the arguments that an operator writes. Fused optimizers write gradients only if they scale them."""
+    arguments = enumerate(func._schema.arguments)
+    return [n for n, a in arguments if a.alias_info and a.alias_info.is_write and a.name != "grads"]
 
 
 @functools.cache

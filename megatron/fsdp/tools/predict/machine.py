@@ -68,6 +68,8 @@ class Device:
         measured: Seconds of operators, measured, by "name dtype": pairs of work and seconds, sorted. Work is
             floating-point operations of matmuls and attention, and bytes of others.
         slowdown: Factor of these within a step.
+        offload: Peak bytes per second of a GPU's way to the host ("PCIe"), and of its part of the host's memory
+            ("host").
     """
 
     name: str
@@ -82,9 +84,14 @@ class Device:
     message_seconds: float = 0.0
     measured: dict[str, list[list[float]]] = field(default_factory=dict)
     slowdown: float = 1.0
+    offload: dict[str, float] = field(default_factory=dict)
 
     def seconds(self, cost: Cost) -> float:
         """Time of an operator that nothing else slows down."""
+        if cost.kind in ("PCIe", "host"):
+            if not self.offload:
+                raise NotImplementedError(f"{self.name}: offload_optimizer is not predicted, as its host is not known.")
+            return self.launch + cost.bytes / (self.offload[cost.kind] * self.efficiency.get(cost.kind, 1.0))
         work = float(cost.bytes if cost.kind == "memory" else cost.flops)
         table = self.measured.get(f"{cost.name} {cost.dtype}") or self.measured.get(f"{cost.kind} {cost.dtype}")
         if table:
@@ -177,18 +184,19 @@ class Cluster:
 
 
 # Dense peaks of bf16 and fp32 (as TF32) per second, bytes per second of memory, NVLink and network card in one
-# direction, and GPUs per NVLink domain, from data sheets.
+# direction, GPUs per NVLink domain, and bytes per second to the host (PCIe; NVLink-C2C) and of a GPU's part of the
+# host's memory, from data sheets.
 SPEEDS = {
-    "a100-40": (312e12, 156e12, 1.555e12, 300e9, 25e9, 8),
-    "a100-80": (312e12, 156e12, 2.039e12, 300e9, 25e9, 8),
-    "h100": (989e12, 494e12, 3.35e12, 450e9, 50e9, 8),
-    "h200": (989e12, 494e12, 4.8e12, 450e9, 50e9, 8),
-    "b200": (2250e12, 1125e12, 8e12, 900e9, 50e9, 8),
-    "gb200": (2500e12, 1250e12, 8e12, 900e9, 50e9, 72),
+    "a100-40": (312e12, 156e12, 1.555e12, 300e9, 25e9, 8, 32e9, 51e9),
+    "a100-80": (312e12, 156e12, 2.039e12, 300e9, 25e9, 8, 32e9, 51e9),
+    "h100": (989e12, 494e12, 3.35e12, 450e9, 50e9, 8, 64e9, 77e9),
+    "h200": (989e12, 494e12, 4.8e12, 450e9, 50e9, 8, 64e9, 77e9),
+    "b200": (2250e12, 1125e12, 8e12, 900e9, 50e9, 8, 64e9, 90e9),
+    "gb200": (2500e12, 1250e12, 8e12, 900e9, 50e9, 72, 450e9, 256e9),
 }
 FORMATS = ("float8", 2, (8, 9)), ("float4", 4, (10, 0))
 # Parts of the peaks that kernels reach: assumptions. docs/guide/doctor.md has what one GPU measured.
-EFFICIENCY = {"matmul": 0.7, "attention": 0.5, "memory": 0.8}
+EFFICIENCY = {"matmul": 0.7, "attention": 0.5, "memory": 0.8, "PCIe": 0.8, "host": 0.6}
 
 
 def cluster_of(name: str) -> Cluster:
@@ -201,8 +209,9 @@ def cluster_of(name: str) -> Cluster:
     key = memory.gpu
     if key not in SPEEDS:
         raise ValueError(f"expected one of {', '.join(SPEEDS)}, whose speeds are known; got {name!r}.")
-    half, single, bandwidth, inside, between, per_host = SPEEDS[key]
+    half, single, bandwidth, inside, between, per_host, *offload = SPEEDS[key]
     flops = {"bfloat16": half, "float16": half, "float32": single}
     # With half the bits, tensor cores are twice as fast, from the compute capability on that has the format.
     flops |= {name: half * times for name, times, least in FORMATS if memory.capability >= least}
-    return Cluster(Device(key, memory, flops, bandwidth, EFFICIENCY, 4e-6), per_host, inside, between)
+    to_host = dict(zip(("PCIe", "host"), offload, strict=True))
+    return Cluster(Device(key, memory, flops, bandwidth, EFFICIENCY, 4e-6, offload=to_host), per_host, inside, between)

@@ -91,21 +91,22 @@ def without_activations(
 ) -> dict[str, int]:
     """Bytes at the peak of a step without activations, by strategy. The model may be on the meta device."""
     found, shapes = {}, outline(model, tuple(units), FSDPConfig())
-    for name, _, inner, outer, axes in candidates(ranks, per_host):
-        config, sizes = FSDPConfig(inner, outer, policy), AxisSizes(axes.inner, axes.outer)
+    for name, settings, axes in candidates(ranks, per_host):
+        config, sizes = FSDPConfig(mixed_precision_policy=policy, **settings), AxisSizes(axes.inner, axes.outer)
         found[name] = usage([estimate_outline(shapes, config, sizes, sizes)], config).total
     return found
 
 
-def candidates(ranks: int, per_host: int) -> Iterator[tuple[str, str, int | str, int | str, Topology]]:
-    """Name, arguments, inner and outer strategy, and axes of every way to shard over a number of ranks."""
+def candidates(ranks: int, per_host: int) -> Iterator[tuple[str, dict[str, Any], Topology]]:
+    """Name, arguments of ``fully_shard`` and axes of every way to shard over a number of ranks."""
     for name in INNER:
-        yield name, f"zero_dp_strategy={name!r}", name, 0, Topology(ranks)
+        yield name, {"zero_dp_strategy": name}, Topology(ranks)
+    yield "offloaded", {"zero_dp_strategy": 3, "offload_optimizer": True}, Topology(ranks)
     inner = per_host
     while inner < ranks and ranks % inner == 0:
         for title, outer in (("HSDP", "no_shard"), ("hybrid FSDP", "optim")):
-            arguments = f"zero_dp_strategy=3, outer_dp_sharding_strategy={outer!r}, mesh ({ranks // inner}, {inner})"
-            yield f"{title} {ranks // inner} x {inner}", arguments, 3, outer, Topology(inner, ranks // inner)
+            settings = {"zero_dp_strategy": 3, "outer_dp_sharding_strategy": outer}
+            yield f"{title} {ranks // inner} x {inner}", settings, Topology(inner, ranks // inner)
         inner *= 2
 
 
@@ -134,11 +135,15 @@ def plan(
     """
     found = []
     more.setdefault("optimizer", torch.optim.AdamW)
-    for name, arguments, inner, outer, axes in candidates(ranks, cluster.per_host):
-        config = FSDPConfig(inner, outer, policy or MixedPrecisionPolicy())
-        settings: dict[str, Any] = {"config": config, "units": units, "ranks": axes, "device": cluster.device}
-        predicted = predict(model_fn, batch_fn, link=cluster.link_of, **settings, **more)
-        on_device = cluster.device.runs_ahead
+    on_device = cluster.device.runs_ahead
+    for name, settings, axes in candidates(ranks, cluster.per_host):
+        if "offload_optimizer" in settings and not cluster.device.offload:
+            continue
+        config = FSDPConfig(mixed_precision_policy=policy or MixedPrecisionPolicy(), **settings)
+        of_step: dict[str, Any] = {"config": config, "units": units, "ranks": axes, "device": cluster.device}
+        predicted = predict(model_fn, batch_fn, link=cluster.link_of, **of_step, **more)
+        arguments = ", ".join(f"{name}={value!r}" for name, value in settings.items())
+        arguments += f", mesh ({axes.outer}, {axes.inner})" if axes.outer > 1 else ""
         taken = with_overhead(predicted.peak.total) if on_device else predicted.peak.total
         found.append(Choice(name, arguments, axes, predicted, taken, cluster.device.memory))
         if on_choice is not None:

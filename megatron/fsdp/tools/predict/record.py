@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
+from torch.utils._pytree import tree_leaves
 
 from megatron.fsdp.comm import gloo
 from megatron.fsdp.comm.backends import Simulated, simulate
@@ -22,7 +23,7 @@ from megatron.fsdp.comm.streams import Handle, Stream, Task
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron.fsdp.runtime import builder
 from megatron.fsdp.runtime.engine import Engine
-from megatron.fsdp.tools.predict.ghosts import NOWHERE, Cost, Ghosts, Memory
+from megatron.fsdp.tools.predict.ghosts import HOST, NOWHERE, ON_HOST, Cost, Ghosts, Memory
 from megatron.fsdp.tools.trace.recorder import Replacements
 
 
@@ -145,7 +146,7 @@ class Recorder:
         self.entries = self.program
         self.matmuls = ""
         self.ghosts = Ghosts(self.add, self._collective, self._change)
-        self._simulated = Simulated(backend, runs_ahead, self._stream)
+        self._simulated = Simulated(backend, runs_ahead, self._stream, *([HOST] if runs_ahead else []))
         # What is one operator on a GPU.
         self._on_gpu: dict[str, Any] = {} if backend == "gloo" else {"rms_norm": _norm, "dropout": _dropout}
         self._streams: dict[str, Stream] = {}
@@ -198,7 +199,7 @@ class Recorder:
             changes[memory] += size
         self.entries += [Change(memory, size) for memory, size in changes.items() if size]
         if costs := [entry for entry in entries if isinstance(entry, Cost)]:
-            tensors = torch.utils._pytree.tree_leaves((args, kwargs, result))
+            tensors = tree_leaves((args, kwargs, result))
             moved = sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
             self.add(Cost("fused", "memory", costs[0].dtype, 0, moved))
         return result
@@ -236,7 +237,7 @@ class Recorder:
 
     def _collective(self, name: str, args: tuple[Any, ...]) -> None:
         group = next((g for g in map(_group, args) if g is not None), None)
-        tensors = [leaf for leaf in torch.utils._pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+        tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
         size = max((t.nbytes for t in tensors), default=0)
         if group is not None and name not in ("allgather_", "allgather_coalesced_"):
             self.entries.append(message_of(name, group, size))
@@ -308,14 +309,9 @@ class LabelledMemory:
         recorder: Records the labels.
         module: The model, which is sharded.
         engine: Its engine.
-
-    Raises:
-        NotImplementedError: The engine offloads.
     """
 
     def __init__(self, recorder: Recorder, module: nn.Module, engine: Engine) -> None:
-        if engine.config.offload_optimizer:
-            raise NotImplementedError("offload_optimizer is not predicted.")
         self._recorder, self._ghosts, self._engine = recorder, recorder.ghosts, engine
         self._buffers = [*module.buffers()]
         self._stack: list[str] = []
@@ -325,7 +321,8 @@ class LabelledMemory:
             each.register_forward_hook(functools.partial(self._leave, name in units), always_call=True)
         replacements = Replacements()
         for group in engine.groups:
-            replacements.replace(group, "collect_gradients", self._collect)
+            for name in ("collect_gradients", "take_gradients"):
+                replacements.replace(group, name, self._collect)
         replacements.replace(engine.schedule, "before_backward", self._before_backward)
 
     def _enter(self, name: str, is_unit: bool, *_: Any) -> None:
@@ -344,16 +341,17 @@ class LabelledMemory:
         self._recorder.mark(f"{unit.label}, backward")
         method(unit)
 
-    def _collect(self, method: Callable[[], list[torch.Tensor | None]]) -> list[torch.Tensor | None]:
-        gradients = method()
-        for gradient in gradients:
+    def _collect(self, method: Callable[[], Any]) -> Any:
+        found = method()
+        for gradient in tree_leaves(found):
             self._set(gradient, "gradients")
-        return gradients
+        return found
 
     def _set(self, tensor: Any, category: str) -> None:
         if isinstance(tensor, torch.Tensor):
             local = local_shard(tensor) if isinstance(tensor, DTensor) else tensor
-            self._ghosts.memory_of(local.untyped_storage()).category = category
+            memory = self._ghosts.memory_of(local.untyped_storage())
+            memory.category = memory.category if memory.category == ON_HOST else category
 
     @contextmanager
     def forward(self) -> Iterator[None]:

@@ -32,7 +32,7 @@ from megatron.fsdp.tools.script import MEMORY, Change, CommandStep, memory_colum
 
 SHOWN = 10  # of the candidates
 # Combinations that are estimated to be worse than the last of these, or so much worse than the best, are left out.
-TOLERANCE = 0.05
+TOLERANCE = 0.02
 # The second line that the search begins from.
 START: Change = {"--pipeline-model-parallel-size": "8", "--data-parallel-sharding-strategy": "optim"}
 PROCESSES = min(os.cpu_count() or 1, 16)  # each takes about 1 GB
@@ -89,14 +89,16 @@ def evaluate(script: Path, world_size: int, cluster: Cluster, candidate: Candida
     if not report.accepted:
         refusal = "; ".join([limit.setting for limit in report.limits]) or report.refusal or "no model was wrapped"
         return dataclasses.replace(known, refusal=refusal)
-    if report.config is not None and report.config.offload_optimizer:
-        return dataclasses.replace(known, refusal="not predicted: offloading")
     try:
-        found = predict_stages(script, arguments, report, cluster, capacity, slowest)
+        found = predict_stages(script, arguments, report, cluster, slowest)
     except Exception as error:  # noqa: BLE001 - the other candidates stand
         return dataclasses.replace(known, refusal=f"not predicted: {described(error, script)}")
     assert isinstance(found.step, CommandStep) and found.situation is not None, "a step was predicted"
     return dataclasses.replace(known, step=found.step, memory=found.situation.total)
+
+
+def _worker() -> concurrent.futures.Executor:
+    return concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _start)
 
 
 def _note(space: Space, place: Place, each: Candidate) -> None:
@@ -162,27 +164,25 @@ class Search:
 
     def run(self) -> None:
         """Search until nothing improves or the time is up."""
-        context = multiprocessing.get_context("spawn")
-        # A pool for each line that the search begins from: its processes know the layers of similar lines.
-        each = max(PROCESSES // len(self._spaces), 1)
-        pools = [concurrent.futures.ProcessPoolExecutor(each, context, _start) for _ in self._spaces]
+        # A process has a line that the search begins from: it knows the layers of similar lines.
+        workers = [_worker() for _ in range(max(PROCESSES, len(self._spaces)))]
         try:
             with mock.patch.dict(os.environ, MALLOC):
-                self._search(pools, each)
+                self._search(workers)
         finally:
-            for pool in pools:
-                for process in list((getattr(pool, "_processes", None) or {}).values()):
+            for worker in workers:
+                for process in list((getattr(worker, "_processes", None) or {}).values()):
                     process.kill()
-                pool.shutdown(wait=False, cancel_futures=True)
+                worker.shutdown(wait=False, cancel_futures=True)
 
-    def _search(self, pools: Sequence[concurrent.futures.Executor], most: int) -> None:
+    def _search(self, workers: list[concurrent.futures.Executor]) -> None:
         pending: dict[concurrent.futures.Future[Candidate], tuple[int, Space, Place]] = {}
         while True:
-            for number, pool in enumerate(pools):
-                others = [*self._spaces[number:], *self._spaces[:number]]
-                while sum(n == number for n, _, _ in pending.values()) < most and (chosen := self._choose(others)):
+            for number in sorted({*range(len(workers))} - {busy for busy, _, _ in pending.values()}):
+                first = number % len(self._spaces)
+                if chosen := self._choose([*self._spaces[first:], *self._spaces[:first]]):
                     slowest = 0.0 if self._by_memory else math.exp(self._least(chosen[0]))
-                    future = pool.submit(self._evaluate, self._candidate(*chosen), slowest)
+                    future = workers[number].submit(self._evaluate, self._candidate(*chosen), slowest)
                     pending[future] = number, *chosen
             if not pending or (self.own and self.own.refusal):
                 return
@@ -191,9 +191,14 @@ class Search:
             if not done:
                 return
             for future in done:
-                each = future.result()
+                number, space, place = pending.pop(future)
+                try:
+                    each = future.result()
+                except concurrent.futures.BrokenExecutor as error:
+                    workers[number] = _worker()
+                    each = dataclasses.replace(self._candidate(space, place), refusal=f"not predicted: {error}")
                 self.found.insert(len(self.found) if each.changes else 0, each)
-                _note(*pending.pop(future)[1:], each)
+                _note(space, place, each)
                 self._on_found(each)
 
     def _choose(self, spaces: Sequence[Space]) -> tuple[Space, Place] | None:

@@ -10,8 +10,7 @@ and Watson, 1964).
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 import torch
 
@@ -70,6 +69,10 @@ SETTINGS: dict[str, list[Change]] = {
     "pipeline": _sizes("--pipeline-model-parallel-size", (1, 2, 4, 8, 16)),
     "context parallelism": _sizes("--context-parallel-size", (1, 2, 4, 8)),
     "format": _formats(("tensorwise", "mxfp8")),
+    "offloading": [
+        {"--optimizer-cpu-offload": None},
+        {"--optimizer-cpu-offload": "", "--use-precision-aware-optimizer": "", "--fp8-param-gather": None},
+    ],
     "strategy": [
         {"--data-parallel-sharding-strategy": name} for name in ("optim", "optim_grads", "optim_grads_params")
     ],
@@ -179,31 +182,37 @@ class Space:
             table -= table[0].clone()
         penalties = [RIDGE[1] if key[-1] == POWER else RIDGE[2] for key in keys]
         self._ridge = torch.tensor([RIDGE[0], *penalties], dtype=torch.float64)
-        self._begun = torch.zeros(self.shape, dtype=torch.bool)
+        self._begun: list[Place] = []
         self._new = [torch.tensor([0.0] + [-FAR] * (n - 1)) for n in self.shape]
         self._offer((0,) * len(self.shape))
-        self._alike: dict[Place, torch.Tensor] = {}
         self._refused: list[Place] = []
         self._predicted: dict[Place, tuple[CommandStep, int]] = {}
         self._capacity = 1
-        # A rank's micro-batches are as many as it takes to train on all tokens of a step.
-        bubble = self._product({"micro batch": 1, "tensor parallelism": -1, "context parallelism": -1})
-        self._bubble = bubble * (1 - self._product({"pipeline": -1}))
-        divided = self._product({"tensor parallelism": 1, "expert parallelism": 1, "pipeline": 1}).log()
-        strategies = [state[0] for setting in self._settings if setting.name == "strategy" for state in setting.states]
-        self._divided = [
-            torch.tensor([float(names is not None and name not in names) for name in strategies]) * -divided
-            for names in SHARDED_BY.values()
-        ]
 
-    def _product(self, powers: Mapping[str, float]) -> torch.Tensor:
+    def _product(self, places: torch.Tensor, powers: Mapping[str, int]) -> torch.Tensor:
         """A product of powers of settings' sizes, of each combination."""
-        sizes = (torch.tensor(setting.sizes, dtype=torch.float32) for setting in self._settings)
-        names = (setting.name for setting in self._settings)
-        return _outer([each ** powers.get(name, 0.0) for name, each in zip(names, sizes, strict=True)], torch.mul)
+        found = torch.ones(len(places), dtype=torch.float64)
+        for setting, numbers in zip(self._settings, places.T, strict=True):
+            if setting.name in powers:
+                found *= torch.tensor(setting.sizes, dtype=torch.float64)[numbers] ** powers[setting.name]
+        return found
+
+    def _bubble(self, places: torch.Tensor) -> torch.Tensor:
+        """The number that the bubble is proportional to: micro-batches are as many as a step's tokens take."""
+        tokens = self._product(places, {"micro batch": 1, "tensor parallelism": -1, "context parallelism": -1})
+        return tokens * (1 - self._product(places, {"pipeline": -1}))
+
+    def _divided(self, places: torch.Tensor) -> torch.Tensor:
+        """Logarithms of the parts of ``SHARDED_BY`` that a rank has, without what strategies shard."""
+        axes = "tensor parallelism", "expert parallelism", "pipeline"
+        parts = -self._product(places, dict.fromkeys(axes, 1)).log()
+        number = next(n for n, setting in enumerate(self._settings) if setting.name == "strategy")
+        strategies = [state[0] for state in self._settings[number].states]
+        whole = [[names is not None and name not in names for name in strategies] for names in SHARDED_BY.values()]
+        return torch.tensor(whole)[:, places[:, number]] * parts
 
     def __len__(self) -> int:
-        return self._begun.numel()
+        return math.prod(self.shape)
 
     def change(self, place: Place) -> Change:
         """All changes of a combination."""
@@ -212,7 +221,7 @@ class Space:
 
     def begin(self, place: Place) -> None:
         """Say that a combination is tried."""
-        self._begun[place] = True
+        self._begun.append(place)
         for new, number in zip(self._new, place, strict=True):
             if new[number] > 0:
                 new[new > 0] /= 2
@@ -235,10 +244,6 @@ class Space:
             capacity: Bytes of the device.
         """
         self._offer(place)
-        alike = [torch.full((n,), LESS_ALIKE) for n in self.shape]
-        for weights, number in zip(alike, place, strict=True):
-            weights[number] = 1.0
-        self._alike[place] = _outer(alike, torch.mul)
         if step is None:
             self._refused.append(place)
         else:
@@ -246,17 +251,21 @@ class Space:
             self._capacity = max(capacity, 1)
 
     def best(self, least: float) -> Place | None:
-        """The combination to try next; None if all others are estimated to have a score below ``least``."""
-        if not self._begun.any():
+        """The combination to try next; None if all others are estimated to have a score below ``least``.
+
+        Values that are next to no tried one are left out.
+        """
+        if not self._begun:
             return (0,) * len(self.shape)
         if self._refused and not self._predicted:
             return None  # nothing is known of changes to a line that does not start
-        if self._begun.all():
+        places = torch.cartesian_prod(*((new > -FAR).nonzero()[:, 0] for new in self._new))
+        places = places[(_differing(places, self._begun) > 0).all(1)]
+        if not len(places):
             return None
-        scores = self.scores()
-        scores[self._begun] = -math.inf
-        place = tuple(int(n) for n in torch.unravel_index(scores.argmax(), scores.shape))
-        return place if scores[place] >= least else None
+        scores = self.scores(places)
+        best = int(scores.argmax())
+        return tuple(places[best].tolist()) if scores[best] >= least else None
 
     def score(self, step: CommandStep, memory: int) -> float:
         """How good a predicted step is."""
@@ -264,72 +273,61 @@ class Space:
             return -math.log(max(memory, 1))
         return math.log(step.tokens_per_second) - TOO_LARGE * max(math.log(max(memory, 1) / self._capacity), 0)
 
-    def scores(self) -> torch.Tensor:
-        """Estimated scores of all combinations, with what is added and subtracted for the new and the uncertain."""
-        new = _outer([(each > 0).float() for each in self._new], torch.add)
-        scores = _outer(self._new, torch.add) - NEW_TOGETHER * (new - 1).clamp(min=0)
+    def scores(self, places: torch.Tensor) -> torch.Tensor:
+        """Estimated scores of combinations, with what is added and subtracted for the new and the uncertain.
+
+        Args:
+            places: A combination in each row.
+        """
+        new = torch.stack([of_value[numbers] for of_value, numbers in zip(self._new, places.T, strict=True)])
+        scores = new.sum(0) - NEW_TOGETHER * ((new > 0).sum(0) - 1).clamp(min=0)
+        alike = LESS_ALIKE ** _differing(places, [*self._predicted, *self._refused])
         if self._refused:
-            refused = sum(self._alike[place] for place in self._refused)
-            scores -= REFUSED * refused / sum(self._alike.values())
+            scores -= REFUSED * alike[:, len(self._predicted) :].sum(1) / alike.sum(1)
         if self._predicted:
-            nearest = functools.reduce(torch.maximum, self._alike.values())
-            scores += CAUTION * (nearest / LESS_ALIKE).clamp(max=1).log()
-            compute, communication, rest, *memory = self._estimates()
-            bytes_ = sum((torch.exp(each) for each in memory), torch.zeros(()))
+            scores += CAUTION * (alike.amax(1) / LESS_ALIKE).clamp(max=1).log()
+            compute, communication, rest, *memory = self._estimates(places)
+            bytes_ = torch.stack(memory).exp().sum(0)
             if self._by_memory:
                 return scores - bytes_.log()
-            scores -= torch.maximum(compute, communication) + rest + (self._bubbles() * self._bubble).log1p()
+            bubbles = self._bubbles() * self._bubble(places)
+            scores = scores - torch.maximum(compute, communication) - rest - bubbles.log1p()
             scores -= TOO_LARGE * (bytes_ / self._capacity).log().clamp(min=0)
         return scores
 
-    def _estimates(self) -> list[torch.Tensor]:
-        """Logarithms of what :func:`_amounts` returns, of every combination."""
-        known = {place: _amounts(*each, self._capacity) for place, each in self._predicted.items()}
-        # The last pipeline stage is not predicted if the first one does not fit.
-        timed = [place for place, (step, size) in self._predicted.items() if size <= self._capacity or not step.bubble]
-        count = len(self._divided) + 1
-        times = self._fitted({place: known[place][:-count] for place in timed or known})
-        sizes = {place: amounts[-count:] for place, amounts in known.items()}
-        for place, amounts in sizes.items():
-            amounts[:-1] = [a / math.exp(each[place]) for a, each in zip(amounts, self._divided, strict=False)]
-        *divided, rest = self._fitted(sizes)
-        return [*times, *map(operator.add, divided, self._divided), rest]
-
-    def _fitted(self, known: Mapping[Place, list[float]]) -> list[torch.Tensor]:
-        """Logarithms of each amount, of every combination, from those that are known."""
-        x = torch.stack([self._row(place) for place in known])
-        y = torch.tensor([*known.values()], dtype=torch.float64).log()
+    def _estimates(self, places: torch.Tensor) -> torch.Tensor:
+        """Logarithms of what :func:`_amounts` returns, in rows, of combinations."""
+        known = torch.tensor([*self._predicted])
+        amounts = [_amounts(*each, self._capacity) for each in self._predicted.values()]
+        y, divided = torch.tensor(amounts, dtype=torch.float64).log(), slice(-len(SHARDED_BY) - 1, -1)
+        y[:, divided] -= self._divided(known).T
+        # Ridge regression.
+        x = sum((table[numbers] for table, numbers in zip(self._features, known.T, strict=True)), torch.zeros(()))
+        x[:, 0] = 1.0
         mean = y.mean(0)
         factors = torch.linalg.solve(x.T @ x + self._ridge.diag(), x.T @ (y - mean))
         # What the factors leave over is a Gaussian process: combinations that are alike have much of it in common.
-        alike = torch.stack([self._alike[place] for place in known])
-        between = torch.tensor([[float(each[place]) for each in alike] for place in known]).double()
+        between = (LESS_ALIKE ** _differing(known, [*self._predicted])).double()
         left = torch.linalg.solve(between + NOISE * torch.eye(len(between)), y - mean - x @ factors)
-        found = []
-        for column, about, of_column in zip(factors.T, mean, left.T, strict=True):
-            parts = [(features @ column).float() for features in self._features]
-            own = torch.tensordot(of_column.float(), alike, 1)
-            found.append(_outer(parts, torch.add) + float(column[0] + about) + own)
-        return found
+        found = (LESS_ALIKE ** _differing(places, [*self._predicted])).double() @ left + mean + factors[0]
+        for table, numbers in zip(self._features, places.T, strict=True):
+            found += (table @ factors)[numbers]
+        found[:, divided] += self._divided(places).T
+        return found.T
 
     def _bubbles(self) -> float:
         """The pipeline's bubble as a part of the other time, per ``_bubble``."""
-        found = {place: step.bubble / (step.seconds - step.bubble) for place, (step, _) in self._predicted.items()}
-        return max(
-            (part / float(self._bubble[place]) for place, part in found.items() if self._bubble[place] > 0), default=0.0
-        )
-
-    def _row(self, place: Place) -> torch.Tensor:
-        found = sum((table[number] for table, number in zip(self._features, place, strict=True)), torch.zeros(()))
-        found[0] = 1.0
-        return found
+        found = torch.tensor([step.bubble / (step.seconds - step.bubble) for step, _ in self._predicted.values()])
+        per = self._bubble(torch.tensor([*self._predicted]))
+        return float((found / per)[per > 0].max()) if (per > 0).any() else 0.0
 
 
-def _outer(parts: Sequence[torch.Tensor], combine: Callable[[torch.Tensor, torch.Tensor], Any]) -> Any:
-    """A number of each combination, of one for each value of each setting."""
-    count = len(parts)
-    shaped = (part.reshape([-1 if n == place else 1 for n in range(count)]) for place, part in enumerate(parts))
-    return functools.reduce(combine, shaped)
+def _differing(places: torch.Tensor, others: Sequence[Place]) -> torch.Tensor:
+    """The number of settings in which each combination differs from each of some others."""
+    found = torch.zeros(len(places), len(others), dtype=torch.uint8)
+    for number, of_setting in enumerate(places.T):
+        found += of_setting[:, None] != torch.tensor([other[number] for other in others], dtype=torch.long)
+    return found
 
 
 def _amounts(step: CommandStep, memory: int, capacity: float) -> list[float]:
