@@ -54,6 +54,7 @@ def enable() -> bool:
     # The CPU's random numbers stand in for the GPU's, so this warning would appear in every forward.
     warning = "CPU RNG state changed within GPU RNG context"
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(lambda record: record.msg != warning)
-    sys.meta_path.insert(0, MegatronFinder(PACKAGES, CHANGES))
+    # A package of optimizers, which Megatron imports, would be compiled.
+    sys.meta_path.insert(0, MegatronFinder((*PACKAGES, "emerging_optimizers"), CHANGES))
     MEGATRON.install()
     return True
