@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from megatron.fsdp.tools.fit import with_overhead
+from megatron.fsdp.tools.predict.space import SETTINGS
 from tests import replay_cases
 from tests.doctor_cases import Result
 from tests.doctor_cases import run as run_doctor
@@ -190,7 +191,9 @@ def test_the_processes_of_a_search_end_with_it(tmp_path: Path) -> None:
 
 def test_a_search_from_a_command_line() -> None:
     words = [*WORDS, "--bf16", "--recompute-granularity", "full", "--recompute-method", "uniform"]
-    searched = ("--gpus", 8, "--gpu", "h100", "--seconds", 25, "--explain")
+    flags = {flag.removeprefix("--") for values in SETTINGS.values() for value in values for flag in value}
+    kept = {flag for flag in flags if not flag.startswith(("recompute", "micro-batch"))}
+    searched = ("--gpus", 8, "--gpu", "h100", "--keep", ",".join(sorted(kept)), "--explain")
     output = printed(python("-m", "megatron.fsdp.tools.predict.plan", *searched, *words, "--recompute-num-layers", "1"))
     own = next(line for line in output.splitlines() if line.endswith("your command line"))
     best, mine = (int(line.split()[1].replace(",", "")) for line in (output.splitlines()[2], own))  # tokens per second
