@@ -45,7 +45,7 @@ BUDGETS = {
     "megatron/fsdp/tools": 3_226,
     "megatron/fsdp/tools/predict": 2_747,
     "megatron_fsdp": 149,
-    "tests": 42_846,
+    "tests": 42_849,
 }
 
 # Phrases, as regular expressions, and the word that people of this field search for. A line may end at a space.
