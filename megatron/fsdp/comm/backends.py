@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 
 HOST = torch.device("cpu")
+# The host of a simulated device. Tensors that are made there are on the CPU as all others.
+SIMULATED_HOST = torch.device("cpu", 0)
 
 
 @dataclass(frozen=True)
@@ -20,13 +22,11 @@ class Simulated:
         backend: Name of the backend.
         runs_ahead: The host goes on while the device computes.
         stream: Returns the communication stream with a name.
-        host: Where offloaded main weights are made. Their tensors are on the CPU as all others.
     """
 
     backend: str
     runs_ahead: bool
     stream: Callable[[str], Any]
-    host: torch.device = HOST
 
 
 _simulated: list[Simulated] = []
@@ -139,8 +139,8 @@ def pins_memory(device: torch.device) -> bool:
 
 
 def offload_device() -> torch.device:
-    """Where offloaded main weights are."""
-    return _simulated[-1].host if _simulated else HOST
+    """Where offloaded main weights are made."""
+    return SIMULATED_HOST if _simulated and _simulated[-1].runs_ahead else HOST
 
 
 def is_on_host(device: torch.device) -> bool:

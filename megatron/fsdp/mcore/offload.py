@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from megatron.fsdp.comm.backends import runs_ahead
+from megatron.fsdp.comm.context import CommContext
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard, make_like
 from megatron.fsdp.runtime.engine import Engine, engines_of
 
@@ -64,12 +65,11 @@ class _GradientsBesideWeights:
     def before_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         """Step pre-hook: copy gradients."""
         for engine in self._engines:
-            for unit in engine.units:
-                to_host = unit.is_offloaded and engine.context.offloads
-                for param in (param for group in unit.groups for param in group.params):
+            for group in engine.groups:
+                for param in group.params:
                     grad = getattr(param.main, "decoupled_grad", None)
                     if grad is not None:
-                        moved = _beside(local_shard(param.main), local_shard(grad), engine if to_host else None)
+                        moved = _beside(local_shard(param.main), local_shard(grad), group.gradients.reduction.context)
                         param.main.grad = make_like(moved, param.main)
         for engine in self._engines:
             # All copies were started before the host waits for them, and for unshards that read main weights.
@@ -82,8 +82,8 @@ class _GradientsBesideWeights:
                 param.main.grad = None
 
 
-def _beside(main: torch.Tensor, grad: torch.Tensor, engine: Engine | None) -> torch.Tensor:
-    """The gradient in the dtype and on the device of its main weight. A copy to the engine's host was only started."""
-    if engine is not None:
-        return engine.context.main_buffer(main.numel(), main.dtype).view(main.shape).copy_(grad, non_blocking=True)
+def _beside(main: torch.Tensor, grad: torch.Tensor, context: CommContext) -> torch.Tensor:
+    """The gradient in the dtype and on the device of its main weight. A copy to the host was only started."""
+    if context.offloads:
+        return context.main_buffer(main.numel(), main.dtype).view(main.shape).copy_(grad, non_blocking=True)
     return grad.to(main.dtype)

@@ -86,11 +86,7 @@ def judge(script: Path, arguments: Sequence[str], report: Report, cluster: Clust
 
 
 def predict_stages(
-    script: Path,
-    arguments: Sequence[str],
-    report: Report,
-    cluster: Cluster,
-    slowest: float = 0.0,
+    script: Path, arguments: Sequence[str], report: Report, cluster: Cluster, slowest: float = 0.0
 ) -> Report:
     """Predict a step of the first and the last pipeline stage: one has most micro-batches, the other has logits.
 

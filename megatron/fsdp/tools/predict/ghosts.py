@@ -21,6 +21,8 @@ from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from megatron.fsdp.comm.backends import SIMULATED_HOST
+
 aten = torch.ops.aten
 
 
@@ -71,9 +73,8 @@ _ITEM = aten._local_scalar_dense.default
 _EMPTY = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
 # More elements than this are not computed, whatever their dtype.
 MOST_COMPUTED = 1 << 26
-# Categories of memory that does not count: the second one is the host's, which is allocated with this device.
+# Categories of memory that does not count. The second one is the memory of the simulated host.
 NOWHERE, ON_HOST = "nowhere", "host"
-HOST = torch.device("cpu", 0)
 # Collectives of at most this many elements are issued with their values; of integers only, of more.
 SMALL, SMALL_INTEGERS = 1 << 12, 1 << 22
 
@@ -229,14 +230,14 @@ class Ghosts(TorchDispatchMode):
         Tensors without dimensions, which are numbers, count on neither side.
         """
         device = kwargs.get("device")
-        self._offloads = self._offloads or device == HOST
+        self._offloads = self._offloads or device == SIMULATED_HOST
         if not self._offloads:
             return cost
         given = {t.untyped_storage()._cdata: t for t in _tensors([*args, *kwargs.values()]) if t.dim()}
         found = ((self._memory.get(key), tensor) for key, tensor in given.items())
         there = [tensor for memory, tensor in found if memory is not None and memory.category == ON_HOST]
-        stays = len(there) == len(given) and device in (None, HOST)
-        if device == HOST or (there and stays):
+        stays = len(there) == len(given) and device in (None, SIMULATED_HOST)
+        if device == SIMULATED_HOST or (there and stays):
             for tensor in _tensors([result]):
                 self.memory_of(tensor.untyped_storage()).category = ON_HOST
         if not there:

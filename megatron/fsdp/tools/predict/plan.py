@@ -142,7 +142,7 @@ def plan(
         config = FSDPConfig(mixed_precision_policy=policy or MixedPrecisionPolicy(), **settings)
         of_step: dict[str, Any] = {"config": config, "units": units, "ranks": axes, "device": cluster.device}
         predicted = predict(model_fn, batch_fn, link=cluster.link_of, **of_step, **more)
-        arguments = ", ".join(f"{name}={value!r}" for name, value in settings.items())
+        arguments = ", ".join(f"{key}={value!r}" for key, value in settings.items())
         arguments += f", mesh ({axes.outer}, {axes.inner})" if axes.outer > 1 else ""
         taken = with_overhead(predicted.peak.total) if on_device else predicted.peak.total
         found.append(Choice(name, arguments, axes, predicted, taken, cluster.device.memory))

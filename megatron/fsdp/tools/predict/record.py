@@ -23,7 +23,7 @@ from megatron.fsdp.comm.streams import Handle, Stream, Task
 from megatron.fsdp.dtensor.ragged_dtensor import local_shard
 from megatron.fsdp.runtime import builder
 from megatron.fsdp.runtime.engine import Engine
-from megatron.fsdp.tools.predict.ghosts import HOST, NOWHERE, ON_HOST, Cost, Ghosts, Memory
+from megatron.fsdp.tools.predict.ghosts import NOWHERE, ON_HOST, Cost, Ghosts, Memory
 from megatron.fsdp.tools.trace.recorder import Replacements
 
 
@@ -146,7 +146,7 @@ class Recorder:
         self.entries = self.program
         self.matmuls = ""
         self.ghosts = Ghosts(self.add, self._collective, self._change)
-        self._simulated = Simulated(backend, runs_ahead, self._stream, *([HOST] if runs_ahead else []))
+        self._simulated = Simulated(backend, runs_ahead, self._stream)
         # What is one operator on a GPU.
         self._on_gpu: dict[str, Any] = {} if backend == "gloo" else {"rms_norm": _norm, "dropout": _dropout}
         self._streams: dict[str, Stream] = {}

@@ -286,7 +286,7 @@ class Space:
             scores -= REFUSED * alike[:, len(self._predicted) :].sum(1) / alike.sum(1)
         if self._predicted:
             scores += CAUTION * (alike.amax(1) / LESS_ALIKE).clamp(max=1).log()
-            compute, communication, rest, *memory = self._estimates(places)
+            compute, communication, rest, *memory = self._estimates(places, alike[:, : len(self._predicted)])
             bytes_ = torch.stack(memory).exp().sum(0)
             if self._by_memory:
                 return scores - bytes_.log()
@@ -295,8 +295,8 @@ class Space:
             scores -= TOO_LARGE * (bytes_ / self._capacity).log().clamp(min=0)
         return scores
 
-    def _estimates(self, places: torch.Tensor) -> torch.Tensor:
-        """Logarithms of what :func:`_amounts` returns, in rows, of combinations."""
+    def _estimates(self, places: torch.Tensor, alike: torch.Tensor) -> torch.Tensor:
+        """Logarithms of what :func:`_amounts` returns, in rows, of combinations that are alike to predicted ones."""
         known = torch.tensor([*self._predicted])
         amounts = [_amounts(*each, self._capacity) for each in self._predicted.values()]
         y, divided = torch.tensor(amounts, dtype=torch.float64).log(), slice(-len(SHARDED_BY) - 1, -1)
@@ -309,7 +309,7 @@ class Space:
         # What the factors leave over is a Gaussian process: combinations that are alike have much of it in common.
         between = (LESS_ALIKE ** _differing(known, [*self._predicted])).double()
         left = torch.linalg.solve(between + NOISE * torch.eye(len(between)), y - mean - x @ factors)
-        found = (LESS_ALIKE ** _differing(places, [*self._predicted])).double() @ left + mean + factors[0]
+        found = alike.double() @ left + mean + factors[0]
         for table, numbers in zip(self._features, places.T, strict=True):
             found += (table @ factors)[numbers]
         found[:, divided] += self._divided(places).T
