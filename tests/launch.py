@@ -29,13 +29,18 @@ def start(
         given: What it reads from stdin.
         variables: Of the environment, in addition to those of this process.
     """
+    words = [str(word) for word in command]
+    variables = {**environment(packages), **variables}
+    return subprocess.run(
+        words, cwd=folder, env=variables, input=given, capture_output=True, text=True, timeout=timeout
+    )
+
+
+def environment(packages: str = "") -> dict[str, str]:
+    """The variables of a program: one thread, this Python's programs and this project's packages first."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     packages = os.pathsep.join(filter(None, [packages, str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "PYTHONPATH": packages, **variables}
-    words = [str(word) for word in command]
-    return subprocess.run(
-        words, cwd=folder, env=environment, input=given, capture_output=True, text=True, timeout=timeout
-    )
+    return {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "PYTHONPATH": packages}
 
 
 def python(*words: object, **options: Any) -> Ended:

@@ -57,10 +57,8 @@ def rejected(blocks: list[tuple[Page, Command]], folder: Path) -> list[str]:
         for page, command in blocks
         for words in doctor_commands(page, command, folder)
     ]
-    results = run_doctor([words for _, words in asked], ROOT)
-    return [
-        f"{where}: {result.out}{result.err}" for (where, _), result in zip(asked, results, strict=True) if result.code
-    ]
+    results = [(where, run_doctor(words)) for where, words in asked]
+    return [f"{where}: {result.out}{result.err}" for where, result in results if result.code]
 
 
 @pytest.mark.slow

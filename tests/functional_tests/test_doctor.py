@@ -32,10 +32,11 @@ EXPERTS = "--no-bias-gelu-fusion --num-experts"
 WORDS = [SCRIPT, *MODEL.split(), "--global-batch-size", "8"]
 
 
-def doctor(*words: object, world_size: object = 8, **options: Any) -> Any:
+def doctor(*words: object, world_size: object = 8, change: str = "") -> Any:
     """The doctor's report on a command."""
-    flags = ("--json", "--world-size", world_size)
-    return json.loads(printed(python("-m", "megatron.fsdp.tools.doctor", *flags, *words, **options)))
+    found = run_doctor(["--json", "--world-size", *map(str, (world_size, *words))], change=change)
+    assert found.code == 0, found
+    return json.loads(found.out)
 
 
 def test_bytes_of_a_command_line() -> None:
@@ -68,22 +69,25 @@ def test_bytes_of_quantized_weights() -> None:
     assert sizes["forward"] == sizes["backward"] == sizes["unsharded"] - matrices
 
 
-def predicted_by(change: str, *words: str) -> Any:
-    """The step that the doctor predicts after a change of ``command``."""
-    code = (
-        "from megatron.fsdp.tools import doctor, script; script.prepare_megatron(); "
-        f"from megatron.fsdp.tools.predict import command; {change}; doctor.main()"
-    )
-    ended = python("-c", code, "--json", "--world-size", 8, "--gpu", "h100", *words)
-    return json.loads(printed(ended))["step"]
+RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+LONG = "--seq-length 128 --max-position-embeddings 128"
 
 
-@pytest.mark.parametrize("layers", ["5", "7", "10"])
-def test_the_layers_of_a_command_line(layers: str) -> None:
+@pytest.mark.parametrize(
+    ("layers", "more"),
+    [
+        ("5", "--tensor-model-parallel-size 2"),
+        ("7", "--tensor-model-parallel-size 2"),
+        ("10", "--tensor-model-parallel-size 2"),
+        # With few layers, most bytes are needed for logits; with many, when gradients are reduced.
+        ("24", f"--vocab-size 4095 --data-parallel-sharding-strategy optim {RECOMPUTED} {LONG}"),
+    ],
+)
+def test_the_layers_of_a_command_line(layers: str, more: str) -> None:
     """Layers beyond the first few are extrapolated: the same as when all of them run."""
-    words = [*WORDS, "--num-layers", layers, "--tensor-model-parallel-size", "2", "--bf16"]
+    words = [*WORDS, "--num-layers", layers, "--bf16", *more.split()]
     predicted = doctor("--gpu", "h100", *words)
-    full = predicted_by("command.MORE = 99", *words)
+    full = doctor("--gpu", "h100", *words, change="command.MORE = 99")["step"]
     found, moved = predicted["step"], {name: size for name, size in full["peak"].items() if size > 1000}
     assert found["seconds"] == pytest.approx(full["seconds"], rel=0.01)
     assert {name: found["peak"][name] for name in moved} == pytest.approx(moved, rel=0.01)
@@ -92,10 +96,14 @@ def test_the_layers_of_a_command_line(layers: str) -> None:
     assert found["peak"]["shards"] + found["peak"]["optimizer"] == pytest.approx(predicted["resting"], rel=0.02)
 
 
+def test_a_training_of_one_step() -> None:
+    steps = [doctor(*ON_GPU, *more)["step"] for more in ([], ["--train-iters", "1", "--exit-interval", "1"])]
+    assert steps[0]["seconds"] == steps[1]["seconds"]
+
+
 def test_recomputation_of_a_command_line() -> None:
     found = doctor("--gpu", "h100", *WORDS, "--bf16")["step"]
-    recomputed = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
-    less = doctor("--gpu", "h100", *WORDS, "--bf16", *recomputed)["step"]
+    less = doctor("--gpu", "h100", *WORDS, "--bf16", *RECOMPUTED.split())["step"]
     assert less["peak"]["activations"] < found["peak"]["activations"] / 2 and less["seconds"] > found["seconds"]
 
 
@@ -104,7 +112,7 @@ def test_the_micro_batches_of_a_pipeline(chunks: list[str]) -> None:
     """Micro-batches beyond the first few are extrapolated: the same as when all of them run."""
     words = [*WORDS, *"--pipeline-model-parallel-size 2 --global-batch-size 48 --bf16".split(), *chunks]
     every = "command._Run._taken = property(lambda run: run._micro_batches, lambda run, taken: None)"
-    found, full = doctor("--gpu", "h100", *words)["step"], predicted_by(every, *words)
+    found, full = (doctor("--gpu", "h100", *words, change=change)["step"] for change in ("", every))
     assert found["seconds"] == pytest.approx(full["seconds"], rel=0.01)
     assert found["peak"] == pytest.approx(full["peak"], rel=0.01)
     for unit, parts in full["units"].items():
@@ -123,6 +131,9 @@ def test_a_step_with_experts(dispatcher: str) -> None:
     )
     assert few["seconds"] < many["seconds"] and 0 < few["mfu"] < 1
     assert few["peak"]["activations"] < many["peak"]["activations"]
+    # The time of what ranks send to each other's experts is not that of the computation.
+    sent = [sum(unit.get("other communication", 0.0) for unit in step["units"].values()) for step in (few, many)]
+    assert 0 < sent[0] < sent[1] < many["waits"]["other communication"]
 
 
 def test_a_step_with_grouped_experts() -> None:
@@ -156,9 +167,9 @@ def test_repeated_layers_do_what_layers_do(replayed: dict[str, Any], name: str) 
 
 
 def test_a_layer_whose_backward_never_ends_is_not_repeated() -> None:
-    never = "from megatron.fsdp.tools.predict import replay; replay._Recording._end = lambda *unused: None"
-    found = predicted_by(never, *WORDS, "--bf16")
-    assert found["seconds"] == pytest.approx(doctor("--gpu", "h100", *WORDS, "--bf16")["step"]["seconds"], rel=1e-9)
+    never = "replay._Recording._end = lambda *unused: None"
+    found, ended = (doctor(*ON_GPU, change=change)["step"] for change in (never, ""))
+    assert found["seconds"] == pytest.approx(ended["seconds"], rel=1e-9)
 
 
 def _running(processes: list[int], name: str) -> list[int]:
@@ -202,7 +213,7 @@ def test_a_search_from_a_command_line() -> None:
     assert "full" not in line and doctor(*line)["accepted"]
 
 
-# Many command lines, one process -----------------------------------------------------------------------------------
+# Reports for people -------------------------------------------------------------------------------------------------
 
 FILES = {
     "crash.py": "import os\nimport no_such_module\n",
@@ -293,7 +304,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
     for name, text in FILES.items():
         (folder / name).write_text(text)
     commands = {**{name: words for name, (words, _, _) in MISTAKES.items()}, **ACCEPTED}
-    return dict(zip(commands, run_doctor(list(commands.values()), folder), strict=True))
+    return {name: run_doctor(words, folder) for name, words in commands.items()}
 
 
 @pytest.mark.parametrize("name", MISTAKES)
@@ -386,7 +397,7 @@ LAUNCH_SCRIPTS = [path.name for path in SCRIPTS if "convert" not in path.name]
 def test_launch_scripts_fit_into_their_gpus(name: str) -> None:
     """With the numbers of ranks and micro-batches that they have by default; all are for GPUs with 80 GB."""
     assert {LLAMA3_8B, LLAMA3_70B, DEEPSEEK_V3} <= set(LAUNCH_SCRIPTS)
-    (found,) = run_doctor([["--gpu", "h100", "--world-size", *words_of(SCRIPTS[0].parent / name)]], ROOT)
+    found = run_doctor(["--gpu", "h100", "--world-size", *words_of(SCRIPTS[0].parent / name)])
     assert found.code == 0 and re.search(r"does it fit\? +fits", found.out), f"{found.out}{found.err}"
     # In the folder of a job that runs, a file of this kind would say that the job has failed.
     assert not [path for path in ("checkpoints", "runs") if (ROOT / path).exists()]

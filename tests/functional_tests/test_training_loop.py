@@ -230,7 +230,7 @@ def stop(script: int, by_a_person: bool) -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("by_a_person", [False, True], ids=["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("by_a_person", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["SIGTERM", "SIGINT"])
 def test_a_launch_script_stops_at_a_signal_and_resumes(by_a_person: bool, tmp_path: Path) -> None:
     model = MODEL.replace("save-interval 2", "save-interval 1000")
 

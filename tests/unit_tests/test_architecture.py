@@ -42,10 +42,10 @@ BUDGETS = {
     "megatron/fsdp/runtime": 2_743,
     "megatron/fsdp/sharding": 702,
     "megatron/fsdp/state": 743,
-    "megatron/fsdp/tools": 3_226,
-    "megatron/fsdp/tools/predict": 2_743,
+    "megatron/fsdp/tools": 3_251,
+    "megatron/fsdp/tools/predict": 2_814,
     "megatron_fsdp": 149,
-    "tests": 42_849,
+    "tests": 42_900,
 }
 
 # Phrases, as regular expressions, and the word that people of this field search for. A line may end at a space.

@@ -56,6 +56,15 @@ def test_what_fits_is_not_changed() -> None:
     assert comparison(9 * GIB, 10 * GIB) == "fits: 1.00 GiB free"
 
 
+def test_numbers_of_ranks_are_those_that_would_start() -> None:
+    """Context-parallel ranks are among the data-parallel ones, and each of the others has a micro-batch."""
+    present = situation("optim_grads_params", 8, context=4, micro_batches=12)
+    assert verdict(present, 1 << 60, 8).fewest_ranks == 4
+    assert [present.on(factor) is not None for factor in (0.25, 0.5, 2, 4)] == [False, True, True, False]
+    few = verdict(situation("optim_grads_params", 8), situation("optim_grads_params", 16).total, 8)
+    assert [s.change for s in few.suggestions if "ranks" in s.change] == ["16 ranks"]
+
+
 def test_suggestions_are_those_that_fit() -> None:
     present = situation("no_shard", 8)
     strategies = ("optim", "optim_grads", "optim_grads_params")

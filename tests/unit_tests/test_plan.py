@@ -70,9 +70,10 @@ def test_choices_their_order_and_an_audit(tmp_path: Path) -> None:
         predicted.flops / predicted.step_seconds / H100.device.flops["float32"], rel=0.01
     )
     rows = [line.split() for line in per_unit(found[0]).splitlines()[1:]]
-    computed = sum(float(row[1]) for row in rows)
-    assert [row[0] for row in rows] == ["<root>", "blocks.0", "blocks.1"] and {row[-1] for row in rows} == {"compute"}
-    assert 0.1 * predicted.step_seconds < computed < predicted.step_seconds  # the optimizer takes most
+    assert [row[0] for row in rows] == ["<root>", "blocks.0", "blocks.1", "outside", "engine", "optimizer"]
+    assert {row[-1] for row in rows[:3]} == {"compute"}
+    seconds = [float(cell) for row in rows for cell in row[1:] if cell[0].isdigit()]
+    assert sum(seconds) == pytest.approx(predicted.step_seconds, rel=0.05)
     small = ordered([dataclasses.replace(c, capacity=1) for c in seen])
     assert [c.memory for c in small] == sorted(c.memory for c in seen) and "does not fit by" in small[0].verdict
     Timeline([found[0].prediction.trace]).save(tmp_path / "trace.json")
@@ -156,7 +157,7 @@ def _evaluated(
         return dataclasses.replace(each, refusal="too few ranks")
     again = words.get("--recompute-granularity") == "full"
     seconds = (1 + again) * (1 + 0.1 * tensor) / batch
-    waits = {"unshard": 0.1, "reduce": 0.0, "other communication": 0.0}
+    waits = {"unshard": 0.1 * seconds, "reduce": 0.0, "other communication": 0.0}
     tokens = batch if "--tokens-per-batch" in words else 1  # of a step
     step = CommandStep(seconds * tokens, 0.0, 1 / seconds, 0.5, waits, {}, "")
     return dataclasses.replace(each, step=step, memory=8 * batch // tensor // (1 + again), capacity=int(words["--fit"]))
@@ -183,7 +184,7 @@ def test_a_search_finds_settings_that_help_only_together(monkeypatch: pytest.Mon
     assert found.found[0].text == "your command line" and "too few ranks" in {each.refusal for each in found.found}
     assert len({each.arguments for each in found.found}) == len(found.found)
     assert any(search.START.items() <= each.changes.items() for each in found.found)
-    assert "compute 1.000 -> 0.250" in search.explained(found.found[0], best)
+    assert "compute 0.990 -> 0.315" in search.explained(found.found[0], best)
     assert _search(monkeypatch, "--micro-batch-size 1 --fit 9", "memory").ordered()[0].memory == 1
     assert search.explained(dataclasses.replace(best, capacity=0), best).startswith("Your command line does not fit by")
     closest = _search(monkeypatch, "--micro-batch-size 1 --fit 0").ordered()[0]
@@ -377,8 +378,14 @@ def test_a_search_goes_on_if_a_process_ends(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_search_counts_tokens_per_second_and_not_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
     best = _search(monkeypatch, "--micro-batch-size 1 --fit 99 --tokens-per-batch").ordered()[0]
-    assert best.step is not None and best.step.seconds == pytest.approx(1.1)
-    assert best.step.tokens_per_second == pytest.approx(8 / 1.1)
+    assert best.step is not None and best.step.seconds == pytest.approx(1.2)
+    assert best.step.tokens_per_second == pytest.approx(16 / 1.2)
+
+
+def test_a_search_tries_8_bits_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it may end before: nothing that is known says how much they save."""
+    found = _search(monkeypatch, "--micro-batch-size 1 --fit 99").found
+    assert any("--fp8-format" in each.changes for each in found[:6])
 
 
 def test_kept_flags_are_not_varied(monkeypatch: pytest.MonkeyPatch) -> None:

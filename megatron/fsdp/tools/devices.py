@@ -74,6 +74,17 @@ def parse_memory(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2]])
 
 
+def positive(text: str) -> int:
+    """An integer above 0.
+
+    Raises:
+        ValueError: It is not.
+    """
+    if not re.fullmatch("0*[1-9][0-9]*", text):
+        raise ValueError(f"expected an integer above 0; got {text!r}.")
+    return int(text)
+
+
 def add_device(parser: argparse.ArgumentParser) -> None:
     """Add the options that name a device, whose bytes become ``device_memory``."""
     group = parser.add_mutually_exclusive_group()

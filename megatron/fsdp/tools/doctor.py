@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatron.fsdp.tools import job, script
-from megatron.fsdp.tools.devices import add_device
+from megatron.fsdp.tools.devices import add_device, positive, reported
 from megatron.fsdp.tools.predict.machine import SPEEDS, cluster_of
 from megatron.fsdp.tools.progress import Progress
 
@@ -31,7 +31,8 @@ from megatron.fsdp.tools.progress import Progress
 def main() -> int:
     """Examine the command and print the report. Returns the exit code."""
     parser = script.parser("megatron-fsdp-doctor", __doc__)
-    parser.add_argument("--world-size", type=int, default=int(os.environ.get("WORLD_SIZE", "8")), help="ranks (or 8)")
+    size = os.environ.get("WORLD_SIZE", "8")
+    parser.add_argument("--world-size", type=reported(positive), default=size, help="ranks (or 8)")
     parser.add_argument("--rank", type=int, help="the rank to examine (or one of the fullest pipeline stage)")
     add_device(parser)
     parser.add_argument("--json", action="store_true", help="print the report as JSON")

@@ -42,6 +42,8 @@ class Situation:
         dense: Axes of dense parameters.
         experts: Axes of experts.
         muon: Whether the optimizer is Megatron's Muon.
+        context: Context-parallel ranks, which the dense axes contain.
+        micro_batches: Those of a step on all ranks; 0 if they are more with more ranks.
         rest: Bytes at the peak of a predicted step in addition to those of layouts: activations, logits and temporary
             tensors. None: no step was predicted.
     """
@@ -51,6 +53,8 @@ class Situation:
     dense: AxisSizes
     experts: AxisSizes
     muon: bool = False
+    context: int = 1
+    micro_batches: int = 0
     rest: int | None = None
 
     @property
@@ -67,7 +71,8 @@ class Situation:
     def on(self, factor: float) -> "Situation | None":
         """The same on ``factor`` times as many data-parallel ranks; None if they cannot be divided so."""
         sizes = [axes.inner * factor for axes in (self.dense, self.experts)]
-        if any(size < 1 or size != int(size) for size in sizes):
+        data = sizes[0] * self.dense.outer / self.context
+        if any(size < 1 or size != int(size) for size in (*sizes, data)) or self.micro_batches % int(data):
             return None
         dense, experts = (
             replace(axes, inner=int(size)) for axes, size in zip((self.dense, self.experts), sizes, strict=True)
@@ -166,7 +171,7 @@ def _suggestions(
     # In the order of what they cost.
     steps = (_stronger_strategies, _outer_strategy, fewer_activations, _offloading)
     single: list[tuple[str, Situation]] = [change for step in steps for change in step(situation)]
-    single += _more_ranks(situation, world_size)
+    single += itertools.islice((each for each in _more_ranks(situation, world_size) if each[1].total <= capacity), 1)
     enough = [Suggestion(text, other.total) for text, other in single if other.total <= capacity]
     if enough:
         yield from enough

@@ -14,6 +14,7 @@ A Hugging Face ``config.json`` or its folder stands for that model without weigh
 import importlib
 import itertools
 import sys
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -93,6 +94,8 @@ def load(target: str) -> Program:
     Raises:
         ValueError: The target cannot be found or returns something else.
     """
+    if target.endswith(".py"):
+        raise ValueError(f"expected a function, as in {target}:build; got {target!r}")
     found = _huggingface(Path(target)) if Path(target).exists() else _call(target)
     if isinstance(found, Mapping):
         names = [field.name for field in fields(Program)]
@@ -123,6 +126,10 @@ def _call(target: str) -> Any:
         return getattr(importlib.import_module(module), name)()
     except (ImportError, AttributeError, TypeError) as error:
         raise ValueError(f"cannot call {target!r}: {error}") from error
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"at {place.filename}:{place.lineno}"
+        raise ValueError(f"cannot call {target!r}: {type(error).__name__}: {error}, {where}") from error
 
 
 def _huggingface(path: Path) -> nn.Module:

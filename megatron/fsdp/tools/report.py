@@ -32,6 +32,7 @@ class Report:
         muon: Whether the optimizer of matrices is Muon.
         stage: Number of the pipeline stage.
         args: Megatron's arguments, once they are valid.
+        micro_batches: See ``Situation``.
         outlines: The units of the chunks.
         situation: What the memory of the stage depends on.
         stages: The reports of all pipeline stages that were examined, this one included.
@@ -51,6 +52,7 @@ class Report:
     muon: bool = False
     stage: int = 0
     args: Any = None
+    micro_batches: int = 0
     outlines: list[Outline] = field(default_factory=list)
     situation: Situation | None = None
     stages: "list[Report]" = field(default_factory=list)
@@ -177,8 +179,9 @@ class Report:
             speed = f"{step.tokens_per_second:,.0f} tokens/s"
             waits = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in step.waits.items())
             rows = [
-                ("a step, simulated", f"{step.seconds:.3f} s, {speed}, MFU {step.mfu:.1%}"),
+                ("a step, simulated", f"{step.seconds:.3f} s, {speed}, MFU {step.mfu:.1%} of bf16"),
                 ("  waits", f"{waits}, pipeline bubble {step.bubble:.3f} s"),
+                ("  optimizer", f"{step.optimizer:.3f} s"),
             ]
             rows += [("  unit", text) for text in step.unit_lines]
         parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in step.peak.items() if size)

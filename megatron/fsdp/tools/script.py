@@ -53,9 +53,10 @@ class CommandStep:
         waits: Seconds that the computation waits, by what it waits for.
         peak: Bytes of tensors at the moment with the most, by category.
         module: The module that computes at that moment.
-        units: Seconds of each unit that was run: "compute", and as the computation waits for it, "unshard" and
-            "reduce". Of equal layers, the first few.
+        units: Seconds of each unit that was run: "compute", and as the computation waits for it, "unshard", "reduce"
+            and "other communication". Of equal layers, the first few.
         communication: Seconds that unshards and reductions take, also while the computation goes on.
+        optimizer: Seconds of the optimizer's step, without waits.
     """
 
     seconds: float
@@ -67,12 +68,13 @@ class CommandStep:
     module: str
     units: dict[str, dict[str, float]] = field(default_factory=dict)
     communication: float = 0.0
+    optimizer: float = 0.0
 
     @property
     def parts(self) -> dict[str, float]:
         """Seconds of the step by what takes them."""
-        compute = self.seconds - self.bubble - sum(self.waits.values())
-        return {"compute": compute, **self.waits, "pipeline bubble": self.bubble}
+        compute = self.seconds - self.bubble - self.optimizer - sum(self.waits.values())
+        return {"compute": compute, **self.waits, "optimizer": self.optimizer, "pipeline bubble": self.bubble}
 
     @property
     def unit_lines(self) -> list[str]:

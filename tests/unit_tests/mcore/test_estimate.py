@@ -241,7 +241,8 @@ def test_a_linear_layer_in_8_bits() -> None:
     assert costs[0].bytes == (2 + 1 + 1) * 1024 * 256
     device = cluster_of("h100").device
     slow, fast = (device.seconds(costs[1]._replace(dtype=dtype, bytes=0)) for dtype in ("bfloat16", "float8"))
-    assert slow - device.launch == pytest.approx(2 * (fast - device.launch))
+    reached = device.efficiency["matmul float8"] / device.efficiency["matmul"]
+    assert slow - device.launch == pytest.approx(2 * reached * (fast - device.launch)) and 0.8 < reached < 1
     changes = [entry for entry in recorder.program if isinstance(entry, Change)]
     assert {change.bytes for change in changes[:2]} == {2 * 1024 * 512, 1024 * 256}  # the result, and what is kept
     assert all(abs(change.bytes) != 2 * 1024 * 256 for change in changes)

@@ -6,13 +6,15 @@ where the command line has them: Transformer Engine's kernels are not run. Other
 long as this one.
 """
 
+import bisect
 import dataclasses
 import functools
 import importlib
 import itertools
 import operator
+import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from pkgutil import resolve_name
@@ -26,21 +28,24 @@ from torch.optim import adam
 
 from megatron.fsdp.tools.examine import become_rank, described, dry_run, has_fused_attention, keep_to_itself
 from megatron.fsdp.tools.fit import Situation, verdict
-from megatron.fsdp.tools.predict import Clock, kernels, moments
+from megatron.fsdp.tools.predict import Clock, Moment, kernels, moments
 from megatron.fsdp.tools.predict.ghosts import Cost
 from megatron.fsdp.tools.predict.machine import Cluster
 from megatron.fsdp.tools.predict.play import Simulation, in_program_order
-from megatron.fsdp.tools.predict.record import LabelledMemory, Mark, Recorder
+from megatron.fsdp.tools.predict.record import LOSS, LabelledMemory, Mark, Recorder
 from megatron.fsdp.tools.predict.replay import Replays, kind_of
 from megatron.fsdp.tools.recipes import DTYPES, PlannedWeight, plan, quantized_weights, recipe_of
 from megatron.fsdp.tools.report import Report
 from megatron.fsdp.tools.script import Change, CommandStep, edited, options_without, recomputation, run
 from megatron.fsdp.tools.trace.recorder import StepRecorder
-from megatron.fsdp.tools.trace.spans import RankTrace, Row
+from megatron.fsdp.tools.trace.spans import Kind, RankTrace, Row
 
 # Layers of each kind that a run keeps: more than are unsharded at the same time. With a double buffer, layers differ by
 # turns, so another run has two more.
 KEPT, MORE = 4, 6
+LONG = 1 << 20
+# Numbers in names of modules.
+NUMBER = r"\.(\d+)(?=\W|$)"
 # Templates of layers, which all runs of this process share.
 KNOWN: dict[Any, Any] = {}
 # Flags that change what is around layers, and not what layers do.
@@ -54,7 +59,7 @@ OF_SHARDING = (
 # Seconds of each unit by what takes them.
 Units = dict[str, dict[str, float]]
 # Kinds of communication, as the report calls them.
-WAITS = {"gather": "unshard", "reduction": "reduce"}
+WAITS, OTHER = {"gather": "unshard", "reduction": "reduce"}, "other communication"
 
 
 class _Ended(BaseException):
@@ -158,26 +163,35 @@ def predict_command(script: Path, arguments: Sequence[str], report: Report, clus
     rank, behind = report.stage * report.world_size // stages, stages - 1 - report.stage
     found = _Run(cluster, {}, behind)
     found.go(script, arguments, report.world_size, rank)
-    numbers = dict(found.numbers)
+    numbers, peaks = Counter(found.numbers), {place: Counter(peak.bytes) for place, peak in found.peaks.items()}
     for kind, count in found.counts.items():
         if count > MORE:
             more = _Run(cluster, {kind: MORE}, behind)
             more.go(script, arguments, report.world_size, rank)
-            for name in numbers.keys() | more.numbers.keys():
-                each = (more.numbers.get(name, 0.0) - found.numbers.get(name, 0.0)) / (MORE - KEPT)
-                numbers[name] = numbers.get(name, 0.0) + (count - KEPT) * each
+            factor = (count - KEPT) / (MORE - KEPT)
+            _extrapolate(numbers, found.numbers, more.numbers, factor)
+            for place in peaks.keys() & more.peaks.keys():
+                _extrapolate(peaks[place], found.peaks[place].bytes, more.peaks[place].bytes, factor)
+    highest = max(peaks, key=lambda place: peaks[place].total())
     seconds = numbers["seconds"] + numbers["bubble"]
     return CommandStep(
         seconds,
         numbers["bubble"],
         found.tokens / seconds,
         found.flops / report.world_size / seconds / cluster.device.flops[found.dtype],
-        {name: numbers.get(f"wait {name}", 0.0) for name in (*WAITS.values(), "other communication")},
-        {name.removeprefix("bytes "): round(n) for name, n in numbers.items() if name.startswith("bytes ")},
-        found.module,
+        {name: numbers[f"wait {name}"] for name in (*WAITS.values(), OTHER)},
+        {name: max(round(size), 0) for name, size in peaks[highest].items()},
+        found.peaks[highest].module,
         found.units,
         numbers["communication"],
+        numbers["optimizer"],
     )
+
+
+def _extrapolate(total: Counter[str], few: Mapping[str, float], more: Mapping[str, float], factor: float) -> None:
+    """Add ``factor`` times the difference between two runs to every number."""
+    for name in few.keys() | more.keys():
+        total[name] += factor * (more.get(name, 0) - few.get(name, 0))  # type: ignore[assignment]
 
 
 class _Run:
@@ -190,8 +204,8 @@ class _Run:
 
     Attributes:
         counts: Layers of each kind that the stage has.
-        numbers: Seconds, floating-point operations and bytes of a step.
-        module: The module that computes when memory is at its peak.
+        numbers: Seconds of a step.
+        peaks: See :func:`_peaks`.
         units: See ``CommandStep``.
         tokens: Of a step, on all ranks.
         flops: Floating-point operations of the model in a step, on all ranks, as Megatron counts them.
@@ -208,7 +222,7 @@ class _Run:
         self._steps: list[StepRecorder] = []
         self.counts: dict[Any, int] = {}
         self.numbers: dict[str, float] = {}
-        self.module = ""
+        self.peaks: dict[Any, Moment] = {}
         self.units: dict[str, dict[str, float]] = {}
         self.tokens = 0
         self.flops = 0.0
@@ -264,6 +278,10 @@ class _Run:
         args.init_model_with_meta_device = args.perform_initialization = False
         args.save = args.load = args.tensorboard_dir = args.rampup_batch_size = None
         args.exit_signal_handler = args.nccl_ub = args.manual_gc = False
+        args.exit_interval = args.exit_duration_in_mins = None
+        for length in ("train_iters", "train_samples"):  # enough for the steps that are predicted
+            if getattr(args, length):
+                setattr(args, length, max(getattr(args, length), LONG))
         self._grouped = args.moe_grouped_gemm
         result = validate(args, *rest, **kwargs)
         per_micro_batch = args.micro_batch_size * args.data_parallel_size
@@ -277,7 +295,8 @@ class _Run:
         self._taken = few + self._round * (self._micro_batches > few)
         self.tokens = self._micro_batches * per_micro_batch * args.seq_length
         self._per_micro_batch = per_micro_batch
-        args.global_batch_size = min(few, self._round) * per_micro_batch
+        # The first step allocates what only several micro-batches need.
+        args.global_batch_size = min(self._taken, max(self._round, 2)) * per_micro_batch
         self._args = args
         return result
 
@@ -480,7 +499,8 @@ class _Run:
 
     def _play(self) -> None:
         recorder, cluster = self._recorder, self._cluster
-        Simulation(cluster.device, cluster.link_of, 1).play(recorder.program)
+        simulation = Simulation(cluster.device, cluster.link_of, 1)
+        simulation.play(recorder.program)
         begin, end = self._ends[-1]
         # Between two backwards, a round of the pipeline passes in its steady state. All rounds that the step lacks are
         # as long.
@@ -488,36 +508,74 @@ class _Run:
         if lacking:
             per_round = self._backwards[0], self._backwards[self._round * len(self._engines)]
         traces = [step.trace(0) for step in self._steps]
-        self.numbers, self.units = _measured(begin, end, traces)
-        numbers, units = _measured(*per_round, traces)
+        self.numbers, self.units = _measured(begin, end, traces, simulation.messages)
+        numbers, units = _measured(*per_round, traces, simulation.messages)
         self.numbers = {name: number + lacking * numbers[name] for name, number in self.numbers.items()}
         for unit, parts in self.units.items():
-            self.units[unit] = {name: time + lacking * units[unit][name] for name, time in parts.items()}
+            self.units[unit] = {name: time + lacking * units[unit].get(name, 0.0) for name, time in parts.items()}
         per_micro_batch = numbers["seconds"] / self._round if lacking else (end.seconds - begin.seconds) / self._taken
         self.numbers["bubble"] = (self._stages - 1) / len(self._engines) * per_micro_batch
         # Gradients are kept between micro-batches, if there are several.
-        timeline = moments(in_program_order(recorder.program), begin.seconds, end.seconds)
-        peak = max(timeline, key=lambda moment: moment.total)
-        self.module = peak.module
-        self.numbers |= {f"bytes {name}": float(size) for name, size in peak.bytes.items()}
+        self.peaks = _peaks(moments(in_program_order(recorder.program), begin.seconds, end.seconds))
 
 
-def _measured(begin: Mark, end: Mark, traces: Sequence[RankTrace]) -> tuple[dict[str, float], Units]:
+def _peaks(timeline: Iterable[Moment]) -> dict[Any, Moment]:
+    """The moment with most bytes of each module that computes, after each begin of a backward.
+
+    The keys are names of modules with numbers from the nearer end of their lists: with more layers, the bytes at each
+    grow in proportion, while the highest of all may pass from one to another.
+    """
+    found: dict[tuple[str, int], Moment] = {}
+    sizes: Counter[str] = Counter()
+    before, backwards = "", 0
+    for moment in timeline:
+        name = moment.module
+        if name != before:
+            before, backwards = name, backwards + (name == LOSS)
+            for number in re.finditer(NUMBER, name):
+                sizes[name[: number.start()]] = max(sizes[name[: number.start()]], int(number[1]) + 1)
+        if (name, backwards) not in found or moment.total > found[name, backwards].total:
+            found[name, backwards] = moment
+
+    def place(number: re.Match[str]) -> str:
+        size, index = sizes[number.string[: number.start()]], int(number[1])
+        return f".{index if 2 * index < size else index - size}"
+
+    return {(re.sub(NUMBER, place, name), after): moment for (name, after), moment in found.items()}
+
+
+def _measured(
+    begin: Mark, end: Mark, traces: Sequence[RankTrace], messages: Sequence[tuple[float, float]]
+) -> tuple[dict[str, float], Units]:
     """Seconds between two moments: of everything, of waits and communication, and of each unit's parts."""
     first, last = round(begin.seconds * 1e9), round(end.seconds * 1e9)
     spans = (tuple(span for span in trace.spans if first <= span.start < last) for trace in traces)
     within = [dataclasses.replace(trace, spans=own) for trace, own in zip(traces, spans, strict=True)]
-    found = {"seconds": end.seconds - begin.seconds, "communication": 0.0}
-    found |= {f"wait {name}": 0.0 for name in (*WAITS.values(), "other communication")}
-    for span in (span for trace in within for span in trace.spans):
-        if span.row is Row.WAITS:
-            found[f"wait {WAITS.get(str(span.kind), 'other communication')}"] += span.milliseconds / 1e3
-        elif span.row is not Row.COMPUTE:
-            found["communication"] += span.milliseconds / 1e3
+    found = {"seconds": end.seconds - begin.seconds, "communication": 0.0, "optimizer": 0.0}
+    found |= {f"wait {name}": 0.0 for name in (*WAITS.values(), OTHER)}
     units: Units = {}
     for unit, times in (pair for trace in within for pair in trace.per_unit().items()):
         before = units.get(unit, {})  # the chunks of a stage have units of the same names
         units[unit] = {name: before.get(name, 0.0) + time for name, time in times.parts.items()}
+    # Tensor, context and expert parallelism, and the pipeline, send in the course of the computation.
+    starts = [start * 1e9 for start, _ in messages]
+    sums = [0.0, *itertools.accumulate(seconds for _, seconds in messages)]
+
+    def sent(start: float, stop: float) -> float:
+        return sums[bisect.bisect_left(starts, stop)] - sums[bisect.bisect_left(starts, start)]
+
+    found[f"wait {OTHER}"] += sent(begin.seconds * 1e9, end.seconds * 1e9)
+    for span in (span for trace in within for span in trace.spans):
+        if span.row is Row.WAITS:
+            found[f"wait {WAITS.get(str(span.kind), OTHER)}"] += span.milliseconds / 1e3
+        elif span.row is not Row.COMPUTE:
+            found["communication"] += span.milliseconds / 1e3
+        elif span.kind is Kind.OPTIMIZER:
+            found["optimizer"] += span.milliseconds / 1e3
+        elif span.unit in units and messages and span.kind is not Kind.ENGINE:
+            seconds = sent(span.start, span.end)
+            units[span.unit]["compute"] -= seconds
+            units[span.unit][OTHER] = units[span.unit].get(OTHER, 0.0) + seconds
     return found, units
 
 

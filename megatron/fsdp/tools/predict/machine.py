@@ -59,7 +59,8 @@ class Device:
         memory: Bytes; None if that does not matter.
         flops: Peak floating-point operations per second, by dtype ("float32", "bfloat16", "float8").
         bandwidth: Bytes per second of its memory.
-        efficiency: Part of the peak that an operation reaches, by kind: "matmul", "attention", "memory".
+        efficiency: Part of the peak that an operation reaches, by kind: "matmul", "attention", "memory"; or by kind
+            and dtype, as in "matmul float8".
         launch: Seconds that the smallest operation takes; on a CPU, what the framework adds to each operation.
         runs_ahead: The host issues work that the device runs later, on streams, as with CUDA.
         cores: Cores of one host, which its ranks share; None for a GPU.
@@ -101,7 +102,8 @@ class Device:
         if cost.kind == "memory":
             return self.launch + moved
         peak = self.flops.get(cost.dtype) or max(self.flops.values())
-        return self.launch + max(cost.flops / (peak * self.efficiency.get(cost.kind, 1.0)), moved)
+        part = self.efficiency.get(f"{cost.kind} {cost.dtype}", self.efficiency.get(cost.kind, 1.0))
+        return self.launch + max(cost.flops / (peak * part), moved)
 
 
 def _interpolated(table: list[list[float]], work: float) -> float:
@@ -195,8 +197,11 @@ SPEEDS = {
     "gb200": (2500e12, 1250e12, 8e12, 900e9, 50e9, 72, 450e9, 256e9),
 }
 FORMATS = ("float8", 2, (8, 9)), ("float4", 4, (10, 0))
-# Parts of the peaks that kernels reach: assumptions. docs/guide/doctor.md has what one GPU measured.
-EFFICIENCY = {"matmul": 0.7, "attention": 0.5, "memory": 0.8, "PCIe": 0.8, "host": 0.6}
+# Parts of the peaks that the best matmuls reach in 16 and in fewer bits, by major compute capability, as measured by
+# github.com/stas00/ml-engineering (compute/accelerator); and what those of a step reach of that, as on one H200.
+BEST_MATMULS, IN_STEPS = {8: (0.869, 0.0), 9: (0.803, 0.734), 10: (0.776, 0.763)}, 0.87
+# Parts that other kernels reach: assumptions. docs/guide/doctor.md has what one GPU measured.
+EFFICIENCY = {"attention": 0.5, "memory": 0.8, "PCIe": 0.8, "host": 0.6}
 
 
 def cluster_of(name: str) -> Cluster:
@@ -213,5 +218,8 @@ def cluster_of(name: str) -> Cluster:
     flops = {"bfloat16": half, "float16": half, "float32": single}
     # With half the bits, tensor cores are twice as fast, from the compute capability on that has the format.
     flops |= {name: half * times for name, times, least in FORMATS if memory.capability >= least}
+    half_best, fewer_best = BEST_MATMULS[memory.capability[0]]
+    efficiency = {**EFFICIENCY, "matmul": IN_STEPS * half_best}
+    efficiency |= {f"matmul {name}": IN_STEPS * fewer_best for name, _, _ in FORMATS}
     to_host = dict(zip(("PCIe", "host"), offload, strict=True))
-    return Cluster(Device(key, memory, flops, bandwidth, EFFICIENCY, 4e-6, offload=to_host), per_host, inside, between)
+    return Cluster(Device(key, memory, flops, bandwidth, efficiency, 4e-6, offload=to_host), per_host, inside, between)

@@ -30,14 +30,14 @@ from megatron.fsdp.config import FSDPConfig
 from megatron.fsdp.sharding.precision import MixedPrecisionPolicy
 from megatron.fsdp.sharding.strategy import INNER
 from megatron.fsdp.tools import program, script
-from megatron.fsdp.tools.devices import GIB, parse_memory, reported
+from megatron.fsdp.tools.devices import GIB, parse_memory, positive, reported
 from megatron.fsdp.tools.estimate import AxisSizes, estimate_outline, outline, usage
 from megatron.fsdp.tools.fit import comparison, with_overhead
 from megatron.fsdp.tools.predict import Calibration, Link, Prediction, Topology, calibrate, predict, search
 from megatron.fsdp.tools.predict.machine import SPEEDS, Cluster, cluster_of
 from megatron.fsdp.tools.predict.space import SETTINGS
 from megatron.fsdp.tools.progress import Progress
-from megatron.fsdp.tools.trace.spans import Row, UnitTimes
+from megatron.fsdp.tools.trace.spans import Kind, Row, UnitTimes
 from megatron.fsdp.tools.trace.timeline import Timeline
 
 
@@ -76,10 +76,10 @@ class Choice:
     @property
     def bound(self) -> str:
         """The activity that the computation spends most of its time on."""
-        times = {"compute": 0.0, "unshard": 0.0, "reduce": 0.0, "other communication": 0.0}
+        times = {"compute": 0.0, "optimizer": 0.0, "unshard": 0.0, "reduce": 0.0, "other communication": 0.0}
         for span in self.prediction.trace.spans:
             if span.row is Row.COMPUTE:
-                times["compute"] += span.milliseconds
+                times["optimizer" if span.kind is Kind.OPTIMIZER else "compute"] += span.milliseconds
             elif span.row is Row.WAITS:
                 of = {"all-gather": "unshard", "gather": "unshard", "reduction": "reduce"}
                 times[of.get(str(span.kind), "other communication")] += span.milliseconds
@@ -176,6 +176,8 @@ def per_unit(choice: Choice) -> str:
     for unit, times in choice.prediction.trace.per_unit().items():
         parts = times.parts
         rows.append((unit, *(f"{part:.5f}" for part in parts.values()), max(parts, key=parts.__getitem__)))
+    rest = choice.prediction.trace.of_computation()
+    rows += [(name, f"{rest[name] / 1e3:.5f}", "", "", "") for name in ("outside", "engine", "optimizer")]
     return search.aligned(rows)
 
 
@@ -210,7 +212,8 @@ def audit(choice: Choice, path: Path) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = script.parser("megatron-fsdp-plan", __doc__)
-    parser.add_argument("--gpus", type=int, default=8, help="number of GPUs of a Megatron command line (or 8)")
+    number = reported(positive)
+    parser.add_argument("--gpus", type=number, default=8, help="number of GPUs of a Megatron command line (or 8)")
     goals = ("tokens_per_second", "memory")
     parser.add_argument("--goal", choices=goals, default=goals[0], help="of a command line (or tokens_per_second)")
     parser.add_argument("--seconds", type=float, default=600, help="most time to search a command line (or 600)")
@@ -220,13 +223,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--explain", action="store_true", help="say where the time of your command line or units goes")
     parser.add_argument("--model", help="file.py:function or module:function, or a Hugging Face config.json")
     parser.add_argument("--units", nargs="+", default=[], metavar="CLASS", help="classes of units (or the layers')")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[8], help="numbers of data-parallel ranks (or 8)")
+    parser.add_argument("--ranks", type=number, nargs="+", default=[8], help="numbers of data-parallel ranks (or 8)")
     machine = parser.add_mutually_exclusive_group()
     machine.add_argument("--gpu", default="h100", help=f"one of {', '.join(SPEEDS)} (or h100)")
     size = reported(parse_memory)
     parser.add_argument("--device-memory", type=size, metavar="SIZE", help="instead of the GPU's, as in 64GiB")
     parser.add_argument("--network", type=size, metavar="SIZE", help="bytes per second of a GPU's own card, as in 50GB")
-    parser.add_argument("--per-host", type=int, metavar="N", help="GPUs that NVLink connects")
+    parser.add_argument("--per-host", type=number, metavar="N", help="GPUs that NVLink connects")
     of_sites = ("N", "SIZE", "SECONDS")
     sites = "data centers, bytes per second of the line that joins two, and its latency, as in 2 12.5GB 0.02"
     parser.add_argument("--sites", nargs=3, metavar=of_sites, help=sites)
@@ -235,8 +238,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--main-dtype", choices=program.DTYPES, default="fp32", help="of the main weights (or fp32)")
     parser.add_argument("--grad-dtype", choices=program.DTYPES, help="of summed and reduced gradients")
     shape = ("SEQUENCES", "LENGTH")
-    parser.add_argument("--tokens", type=int, nargs=2, default=[2, 16], metavar=shape, help="of a batch (or 2 16)")
-    parser.add_argument("--micro-batches", type=int, default=1, help="per step (or 1)")
+    parser.add_argument("--tokens", type=number, nargs=2, default=[2, 16], metavar=shape, help="of a batch (or 2 16)")
+    parser.add_argument("--micro-batches", type=number, default=1, help="per step (or 1)")
     chosen = [*INNER, "0", "1", "2", "3"]
     parser.add_argument("--strategy", choices=chosen, help="the one of --audit and --trace (or the best)")
     parser.add_argument("--calibrate", type=Path, metavar="FILE", help="measure this machine, and write the result")
@@ -356,7 +359,8 @@ def _print(options: argparse.Namespace, choices: list[list[Choice]]) -> None:
             print(f"{best.ranks.size} ranks\n{table([best, *others])}")
             if options.explain:
                 print(per_unit(best))
-            print(f"Simulated. The best: fully_shard(..., {best.arguments})")
+            closest = "The best" if best.fits else "Nothing fits. The closest"
+            print(f"Simulated. {closest}: fully_shard(..., {best.arguments})")
 
 
 class _Search:

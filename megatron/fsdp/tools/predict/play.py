@@ -40,11 +40,13 @@ class _Activity:
 
 
 class _Executor:
-    """The computation, or a stream: what it has to do, in order."""
+    """The computation, or a stream: what it has to do, in order; and its messages: see ``Simulation``."""
 
     def __init__(self, entries: Iterable[Any]) -> None:
         self.entries = deque(entries)
         self.activity: _Activity | None = None
+        self.begun: float | None = None
+        self.messages: list[tuple[float, float]] = []
 
 
 class Simulation:
@@ -57,6 +59,7 @@ class Simulation:
 
     Attributes:
         now: Seconds since the start.
+        messages: When the computation came to each of its own messages, and how many seconds it did nothing else.
         allocations: Every change of memory, in the order of time. How late other ranks take part in a collective is
             not known: what a stream frees after its last message counts until that work is waited for.
     """
@@ -65,6 +68,7 @@ class Simulation:
         self._device, self._link_of = device, link_of
         self._cores = None if device.cores is None else device.cores / per_host
         self.now = 0.0
+        self.messages: list[tuple[float, float]] = []
         self.allocations: list[Allocation] = []
         self._label = ""
         self._done: set[int] = set()
@@ -76,6 +80,7 @@ class Simulation:
     def play(self, program: list[Any]) -> None:
         """Simulate a program from the start to the end of all streams."""
         main = _Executor(program)
+        self.messages = main.messages
         for message in _messages(program):
             self._order.setdefault((message.ranks, message.step), deque()).append(id(message))
         while True:
@@ -103,8 +108,10 @@ class Simulation:
             entry = executor.entries[0]
             if isinstance(entry, Wait) and id(entry.work) not in self._done:
                 break
-            if isinstance(entry, Message) and not self._is_next(entry):
-                break
+            if isinstance(entry, Message):
+                executor.begun = self.now if executor.begun is None else executor.begun
+                if not self._is_next(entry):
+                    break
             executor.entries.popleft()
             advanced = True
             self._do(executor, entry)
@@ -136,6 +143,9 @@ class Simulation:
             executor.activity = self._message(entry)
             executor.entries.appendleft(_Sent(entry))
         elif isinstance(entry, _Sent):
+            computed = sum(self._device.seconds(cost) for cost in entry.message.meanwhile)
+            begun, executor.begun = executor.begun or 0.0, None
+            executor.messages.append((begun, max(self.now - begun - computed, 0.0)))
             self._order[entry.message.ranks, entry.message.step].popleft()
         elif isinstance(entry, _End):
             self._done.add(id(entry.work))

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
+from megatron.fsdp.buffers.gradients import GradientBuffer
 from megatron.fsdp.comm import gloo
 from megatron.fsdp.comm.backends import Simulated, simulate
 from megatron.fsdp.comm.collectives import SENDS
@@ -25,6 +26,9 @@ from megatron.fsdp.runtime import builder
 from megatron.fsdp.runtime.engine import Engine
 from megatron.fsdp.tools.predict.ghosts import NOWHERE, ON_HOST, Cost, Ghosts, Memory
 from megatron.fsdp.tools.trace.recorder import Replacements
+
+# Label of what computes when a backward begins.
+LOSS = "loss, backward"
 
 
 class Change(NamedTuple):
@@ -323,7 +327,9 @@ class LabelledMemory:
         for group in engine.groups:
             for name in ("collect_gradients", "take_gradients"):
                 replacements.replace(group, name, self._collect)
+            replacements.replace(group.gradients, "accumulate", functools.partial(self._accumulate, group.gradients))
         replacements.replace(engine.schedule, "before_backward", self._before_backward)
+        replacements.replace(engine, "finish_gradients", self._finish_gradients)
 
     def _enter(self, name: str, is_unit: bool, *_: Any) -> None:
         self._stack.append(name)
@@ -347,6 +353,15 @@ class LabelledMemory:
             self._set(gradient, "gradients")
         return found
 
+    def _accumulate(self, buffer: GradientBuffer, method: Callable[..., Any], *args: Any) -> Any:
+        found = method(*args)
+        self._set(buffer.unreduced, "gradients")
+        return found
+
+    def _finish_gradients(self, method: Callable[[], None]) -> None:
+        self._recorder.mark("gradients")
+        method()
+
     def _set(self, tensor: Any, category: str) -> None:
         if isinstance(tensor, torch.Tensor):
             local = local_shard(tensor) if isinstance(tensor, DTensor) else tensor
@@ -367,7 +382,7 @@ class LabelledMemory:
             if memory.category in ("activations", "logits"):
                 memory.category = "temporary"
         self._ghosts.category = "temporary"
-        self._recorder.mark("loss, backward")
+        self._recorder.mark(LOSS)
 
     def label(self, optimizer: torch.optim.Optimizer) -> None:
         """Say what the memory is for that stays: weights, gradients, and the optimizer's state."""

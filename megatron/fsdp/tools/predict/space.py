@@ -24,6 +24,8 @@ REFUSED, TOO_LARGE = 3.0, 10.0
 LESS_ALIKE = 0.3
 # Values that were never tried score a little more, and less together, or while the first try is pending.
 NEW, NEW_TOGETHER = 0.02, 0.2
+# Values of these are likely to be faster.
+PROMISING = {"format": 0.2}
 # Sizes are tried in their order: others score that much less.
 FAR = 5.0
 # Categories of memory that are estimated alone, and strategies that shard them.
@@ -57,7 +59,7 @@ def _instances(outer: str) -> list[Change]:
 
 # In the order in which new values are tried. The first flag of a setting has its size.
 SETTINGS: dict[str, list[Change]] = {
-    "micro batch": [{"--micro-batch-size": str(n)} for n in (1, 2, 4, 8)],
+    "micro batch": [{"--micro-batch-size": str(n)} for n in (1, 2, 4, 8, 16)],
     "recomputation": [
         recomputation("full", method="uniform", num_layers="1"),
         recomputation("selective", modules="core_attn"),
@@ -232,7 +234,7 @@ class Space:
         for order, (number, setting, new) in enumerate(zip(place, self._settings, self._new, strict=True), 1):
             new[number] = 0.0
             next_ones = [n for n, before in enumerate(setting.before) if n and before == number and new[n] == -FAR]
-            new[next_ones] = NEW / order
+            new[next_ones] = PROMISING.get(setting.name, NEW / order)
 
     def note(self, place: Place, step: CommandStep | None, memory: int, capacity: int) -> None:
         """Add what was predicted for a combination.

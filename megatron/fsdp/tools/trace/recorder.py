@@ -7,6 +7,7 @@ communication takes place, and how long the computation waits for it).
 
 import functools
 import itertools
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import MethodType
@@ -162,12 +163,16 @@ class _TracedHandle(Handle):
         return self._handle.ended
 
     def wait(self) -> None:
+        if getattr(_TASK, "runs", False):  # a stream waits for another one, and not the computation
+            return self._handle.wait()
         wait = self._work._replace(row=Row.WAITS, backward=in_backward(), size=0)
         with nullcontext() if self._is_recorded else self._track.during(wait):
             self._handle.wait()
         self._is_recorded = True
 
 
+# Whether this thread runs a stream's task.
+_TASK = threading.local()
 # Methods of the engine that are called between passes.
 _METHODS = ("finish_gradients", "unshard_persistent", "invalidate_weights")
 _OF_SCHEDULE = ("reduce_waiting", "prefetch_first")
@@ -278,10 +283,11 @@ class StepRecorder:
         work = self._work._replace(backward=in_backward(), work=next(self._works))
 
         def timed() -> None:
-            start = self._clock.mark()
+            start, _TASK.runs = self._clock.mark(), True
             try:
                 task()
             finally:
+                _TASK.runs = False
                 self._communicated.append(_Marked(work, start, self._clock.mark()))
 
         return _TracedHandle(run(timed), work, self.track)
