@@ -22,8 +22,8 @@ from tests.ranks import DEVICE, ROOT
 from tests.simulated.streams import Timeline
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="a dry run")
-SHORT = ["waits", "sanitizer", "memory", "rules", "probe", "gloo", "unit", "nccl", "megatron", "speed"]
-LONG = ["parity"]
+SHORT = ["waits", "sanitizer", "memory", "rules", "probe", "gloo", "unit", "nccl", "megatron"]
+LONG = ["parity", "speed"]
 
 
 def _options(folder: Path, *names: str, device: str = "cpu") -> argparse.Namespace:

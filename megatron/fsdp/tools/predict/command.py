@@ -43,6 +43,7 @@ from megatron.fsdp.tools.trace.spans import Kind, RankTrace, Row
 # Layers of each kind that a run keeps: more than are unsharded at the same time. With a double buffer, layers differ by
 # turns, so another run has two more.
 KEPT, MORE = 4, 6
+# Steps, or samples, of a training that is long enough.
 LONG = 1 << 20
 # Numbers in names of modules.
 NUMBER = r"\.(\d+)(?=\W|$)"
@@ -279,7 +280,7 @@ class _Run:
         args.save = args.load = args.tensorboard_dir = args.rampup_batch_size = None
         args.exit_signal_handler = args.nccl_ub = args.manual_gc = False
         args.exit_interval = args.exit_duration_in_mins = None
-        for length in ("train_iters", "train_samples"):  # enough for the steps that are predicted
+        for length in ("train_iters", "train_samples"):
             if getattr(args, length):
                 setattr(args, length, max(getattr(args, length), LONG))
         self._grouped = args.moe_grouped_gemm
@@ -571,7 +572,7 @@ def _measured(
         elif span.row is not Row.COMPUTE:
             found["communication"] += span.milliseconds / 1e3
         elif span.kind is Kind.OPTIMIZER:
-            found["optimizer"] += span.milliseconds / 1e3
+            found["optimizer"] += span.milliseconds / 1e3 - sent(span.start, span.end)
         elif span.unit in units and messages and span.kind is not Kind.ENGINE:
             seconds = sent(span.start, span.end)
             units[span.unit]["compute"] -= seconds

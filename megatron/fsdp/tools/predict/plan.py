@@ -310,10 +310,12 @@ def _search_command(options: argparse.Namespace) -> int:
         raise ValueError("--trace: only the step of a --model can be saved.")
     progress = Progress(sys.stderr)
 
-    def show(candidate: search.Candidate) -> None:
-        best = next(iter(found.ordered()), candidate)
-        speed = f"{best.step.tokens_per_second:,.0f} tokens/s" if best.step else "nothing fits yet"
-        progress.start(f"{len(found.found)} command lines, the best: {speed} ({best.text})")
+    def show(_: search.Candidate) -> None:
+        best = next((each for each in found.ordered() if each.step and each.fits), None)
+        text = (
+            f"{best.step.tokens_per_second:,.0f} tokens/s ({best.text})" if best and best.step else "nothing fits yet"
+        )
+        progress.start(f"{len(found.found)} command lines, the best: {text}")
 
     cluster = _cluster(options, options.gpus)
     script_and_ranks = options.script, options.arguments, options.gpus

@@ -1,5 +1,6 @@
 """Simulates when a recorded computation and its streams would do what they do."""
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -162,6 +163,8 @@ class Simulation:
         # Sends between every two ranks are on their way together; a ring passes parts on from host to host.
         pairwise = message.number or message.name in _ALL_TO_ALL
         hops = 1.0 if pairwise else max(trips * (message.ranks / link.ranks_per_hop - 1), 1.0)
+        if device.runs_ahead and message.name in _TRIPS:  # NCCL's trees, up and down
+            hops = min(hops, max(2 * math.log2(message.ranks / link.ranks_per_hop), 1.0))
         bandwidth = link.all_to_all if pairwise and link.all_to_all else link.bandwidth
         wire = size / bandwidth + hops * link.latency if others else 0.0
         meanwhile = sum(device.seconds(cost) for cost in message.meanwhile)

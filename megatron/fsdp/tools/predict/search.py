@@ -161,6 +161,7 @@ class Search:
         self._spaces = [Space(arguments, start, self._by_memory, keep) for start in starts]
         self.combinations = sum(map(len, self._spaces))
         self.found: list[Candidate] = []
+        self._begun: set[tuple[str, ...]] = set()
 
     def run(self) -> None:
         """Search until nothing improves or the time is up."""
@@ -208,9 +209,11 @@ class Search:
                 space.begin(place)
                 arguments = self._candidate(space, place).arguments
                 same = [each for each in self.found if each.arguments == arguments]
-                if not same:
+                if same:
+                    _note(space, place, same[0])
+                elif arguments not in self._begun:  # else a worker predicts it for the other space
+                    self._begun.add(arguments)
                     return space, place
-                _note(space, place, same[0])
         return None
 
     def _candidate(self, space: Space, place: Place) -> Candidate:
