@@ -17,7 +17,7 @@ def test_random_programs(half: int) -> None:
     runner = Runner()
     try:
         # Programs of the same ranks run in one batch.
-        made = sorted(programs(160, 20, {}, list(KINDS)), key=lambda program: program.setting[:2])[half::2]
+        made = sorted(programs(120, 20, {}, list(KINDS)), key=lambda program: program.setting[:2])[half::2]
         results = runner.results(made)
     finally:
         runner.pool.close()
