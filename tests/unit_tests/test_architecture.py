@@ -45,7 +45,7 @@ BUDGETS = {
     "megatron/fsdp/tools": 3_251,
     "megatron/fsdp/tools/predict": 2_822,
     "megatron_fsdp": 149,
-    "tests": 42_900,
+    "tests": 42_903,
 }
 
 # Phrases, as regular expressions, and the word that people of this field search for. A line may end at a space.

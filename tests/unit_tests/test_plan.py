@@ -36,6 +36,7 @@ from megatron.fsdp.tools.predict.plan import (
 )
 from megatron.fsdp.tools.predict.space import Place, Space, settings_of, uneven, with_changes
 from megatron.fsdp.tools.script import Change, CommandStep
+from megatron.fsdp.tools.trace.spans import Row
 from megatron.fsdp.tools.trace.timeline import Timeline
 from tests.models import FP32_GRADS, Block, TinyModel
 from tests.unit_tests import test_predict as small
@@ -80,6 +81,16 @@ def test_choices_their_order_and_an_audit(tmp_path: Path) -> None:
     for line in audit(found[0], tmp_path / "trace.json").splitlines()[1:]:
         cells = line.split("  ")[1:]
         assert all(abs(float(a) - float(b)) <= 0.011 for a, _, b in (cell.split() for cell in cells)), line
+
+
+def test_waits_are_those_of_the_computation() -> None:
+    """Streams wait for each other, too."""
+    slow = dataclasses.replace(_cluster(80 * GIB), between=1e7)
+    batch = torch.zeros(2, 8, dtype=torch.int64)
+    found = plan(_model, lambda: batch, units=["Block"], ranks=4, cluster=slow, loss=lambda m, x: m(x).sum())
+    for each in found:
+        waits = sum(span.milliseconds for span in each.prediction.trace.spans if span.row is Row.WAITS)
+        assert 0 < waits / 1e3 < each.prediction.step_seconds
 
 
 def test_links_follow_the_hosts() -> None:

@@ -63,11 +63,13 @@ class _Examination:
         report: What was found.
         capacity: Bytes of the device's memory; None if it was not given.
         progress: Where phases are shown.
+        micro_batches: See ``Situation``.
     """
 
     report: Report
     capacity: int | None
     progress: Progress
+    micro_batches: int = 0
 
 
 def examine(
@@ -296,11 +298,11 @@ def _validate(
     if examination.capacity is not None and cpu.is_enabled():
         _validate_as_on_gpu(validate_args, copy.deepcopy(args), *rest, **kwargs)
     args.fake_process_group = 1  # a dry run: True is refused
-    micro_batches = (args.global_batch_size or 0) // max(args.micro_batch_size or 1, 1)
+    examination.micro_batches = (args.global_batch_size or 0) // max(args.micro_batch_size or 1, 1)
     result = validate_args(args, *rest, **kwargs)
     args.init_model_with_meta_device = True
     args.perform_initialization = False  # only shapes are read
-    report.args, report.micro_batches = args, micro_batches
+    report.args = args
     examination.progress.start("reading the tokenizer, creating process groups")
     return result
 
@@ -425,7 +427,7 @@ def _look_at(
     report.chunks.append(estimate_outline(report.outlines[-1], report.config, *axes, report.muon))
     if len(report.chunks) == (config.virtual_pipeline_model_parallel_size or 1):
         report.stage = groups.get_pipeline_model_parallel_rank()
-        context, batches = report.sizes["context"], report.micro_batches
+        context, batches = report.sizes["context"], examination.micro_batches
         report.situation = Situation(report.outlines, report.config, *axes, report.muon, context, batches)
         raise _Examined
 

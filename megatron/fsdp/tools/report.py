@@ -32,7 +32,6 @@ class Report:
         muon: Whether the optimizer of matrices is Muon.
         stage: Number of the pipeline stage.
         args: Megatron's arguments, once they are valid.
-        micro_batches: See ``Situation``.
         outlines: The units of the chunks.
         situation: What the memory of the stage depends on.
         stages: The reports of all pipeline stages that were examined, this one included.
@@ -52,7 +51,6 @@ class Report:
     muon: bool = False
     stage: int = 0
     args: Any = None
-    micro_batches: int = 0
     outlines: list[Outline] = field(default_factory=list)
     situation: Situation | None = None
     stages: "list[Report]" = field(default_factory=list)
@@ -176,10 +174,10 @@ class Report:
             return [("a step", f"not predicted: {step}")] if step else []
         rows = []
         if self.timed:
-            speed = f"{step.tokens_per_second:,.0f} tokens/s"
+            speed, dtype = f"{step.tokens_per_second:,.0f} tokens/s", str(self.args.params_dtype).removeprefix("torch.")
             waits = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in step.waits.items())
             rows = [
-                ("a step, simulated", f"{step.seconds:.3f} s, {speed}, MFU {step.mfu:.1%} of bf16"),
+                ("a step, simulated", f"{step.seconds:.3f} s, {speed}, MFU {step.mfu:.1%} of {dtype}"),
                 ("  waits", f"{waits}, pipeline bubble {step.bubble:.3f} s"),
                 ("  optimizer", f"{step.optimizer:.3f} s"),
             ]

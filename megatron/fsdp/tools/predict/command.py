@@ -60,7 +60,7 @@ OF_SHARDING = (
 # Seconds of each unit by what takes them.
 Units = dict[str, dict[str, float]]
 # Kinds of communication, as the report calls them.
-WAITS, OTHER = {"gather": "unshard", "reduction": "reduce"}, "other communication"
+WAITS, OTHER = {"gather": "unshard", "reduction": "reduce"}, str(Kind.OTHER)
 
 
 class _Ended(BaseException):
